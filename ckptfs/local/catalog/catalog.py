@@ -1,0 +1,109 @@
+"""The connection to catalog.db: transactions, settings, and the sync that makes commits durable.
+
+Who calls: the event loop's thread alone, except `sync_wal`, which a worker thread runs on its own file descriptor.
+Commits are `synchronous=NORMAL`: they survive a SIGKILL at once, and a power cut after the next `sync_wal`. SQLite's
+automatic WAL checkpoint is off, since it would fsync on the loop; `checkpoint` runs in the maintenance thread's time.
+
+The tables' owners: `names` (inodes, directory entries, xattrs), `contents` (images, manifests, locations),
+`packs`, `cuts` (what is to be published), `heads` (what was), `sources` (others' trees).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptfs.errors import StoreError
+from ckptfs.ids import WriterId
+from ckptfs.local.catalog import schema
+
+SELF = 1
+"""writer.id of this store."""
+
+
+class Catalog:
+    """An open catalog.db, migrated to the current schema.
+
+    Raises StoreError when the file is not a catalog, is damaged, or was written by a newer ckptfs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.db = sqlite3.connect(os.fspath(path), isolation_level=None, cached_statements=512)
+            self.db.execute("PRAGMA journal_mode = WAL")
+            self.db.execute("PRAGMA synchronous = NORMAL")
+            self.db.execute("PRAGMA wal_autocheckpoint = 0")
+            self.db.execute("PRAGMA temp_store = MEMORY")
+            self.db.execute("PRAGMA cache_size = -16384")
+            schema.migrate(self.db)
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{path} is not a usable catalog: {error}") from error
+        self._depth = 0
+        self._wal = os.open(f"{path}-wal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.commits = 0
+        """Counts commits, so that the sync thread sees whether there is anything new."""
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing; a transaction inside another joins it."""
+        if self._depth:
+            self._depth += 1
+            try:
+                yield self.db
+            finally:
+                self._depth -= 1
+            return
+        self.db.execute("BEGIN IMMEDIATE")
+        self._depth = 1
+        try:
+            yield self.db
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        else:
+            self.db.execute("COMMIT")
+            self.commits += 1
+        finally:
+            self._depth = 0
+
+    def sync_wal(self) -> None:
+        """Make every commit so far survive a power cut. Safe to call from any thread."""
+        os.fdatasync(self._wal)
+
+    def checkpoint(self) -> None:
+        """Move the WAL's content into the database file; blocks for its fsyncs."""
+        self.db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def wal_bytes(self) -> int:
+        return os.fstat(self._wal).st_size
+
+    def get_setting(self, key: str) -> bytes | int | str | None:
+        row = self.db.execute("SELECT value FROM setting WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else None
+
+    def set_setting(self, key: str, value: bytes | int | str | None) -> None:
+        with self.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO setting (key, value) VALUES (?, ?)", (key, value))
+
+    def writer_row(self, writer: WriterId) -> int:
+        """The small integer that stands for *writer* in this catalog; made when new."""
+        row = self.db.execute("SELECT id FROM writer WHERE uuid = ?", (writer,)).fetchone()
+        if row:
+            return int(row[0])
+        with self.transaction() as db:
+            return int(db.execute("INSERT INTO writer (uuid) VALUES (?)", (writer,)).lastrowid or 0)
+
+    def writer_id(self, row: int) -> WriterId:
+        return WriterId(self.db.execute("SELECT uuid FROM writer WHERE id = ?", (row,)).fetchone()[0])
+
+    def close(self) -> None:
+        """Checkpoint and close. The WAL file goes with it."""
+        try:
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self.db.close()
+            os.close(self._wal)

@@ -1,0 +1,127 @@
+"""The files in images/: create, open, copy, delete. What they mean is the catalog's to say.
+
+An image holds one file version's bytes at their natural offsets. Its path is `images/xx/<id as 16 hex digits>`.
+Functions here are plain and blocking; they touch files, never the catalog.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptfs.ids import ImageId, new_image_id
+from ckptfs.spans import SpanSet
+
+_COPY_BYTES = 64 << 20
+
+
+@dataclass
+class Image:
+    """An open image. `present` is None when it is whole, else the spans whose bytes are in the file."""
+
+    id: ImageId
+    fd: int
+    present: SpanSet | None = None
+    unrecorded: list[tuple[bytes, int, int]] = field(default_factory=list)
+    """(chunk, offset, length) that were written into the file but have no location row yet: not flushed."""
+
+    @property
+    def whole(self) -> bool:
+        return self.present is None
+
+
+class Images:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True, mode=0o700)
+
+    def path(self, image: ImageId) -> Path:
+        name = f"{image:016x}"
+        return self.directory / name[-2:] / name
+
+    def create(self) -> Image:
+        """A new empty whole image, open for reading and writing."""
+        while True:
+            image = new_image_id()
+            path = self.path(image)
+            try:
+                return Image(image, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            except FileNotFoundError:
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+            except FileExistsError:
+                continue
+
+    def open(self, image: ImageId) -> int:
+        """A descriptor for reading and writing. Raises FileNotFoundError."""
+        return os.open(self.path(image), os.O_RDWR | os.O_CLOEXEC)
+
+    def delete(self, image: ImageId) -> None:
+        """Unlink it; no error when it is gone already. Only after its rows are durably gone (invariant 2)."""
+        try:
+            os.unlink(self.path(image))
+        except FileNotFoundError:
+            pass
+
+    def sync_directory(self, image: ImageId) -> None:
+        """Make the directory entry of a new image survive a power cut."""
+        for directory in (self.path(image).parent, self.directory):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def ids(self) -> Iterator[ImageId]:
+        """Every image file on disk."""
+        for folder in sorted(self.directory.iterdir()):
+            if folder.is_dir():
+                for path in sorted(folder.iterdir()):
+                    try:
+                        yield ImageId(int(path.name, 16))
+                    except ValueError:
+                        continue
+
+
+def copy_data(source: int, target: int) -> None:
+    """Copy all data of one descriptor to another, holes kept, times too. Shares extents where the disk can (FICLONE)."""
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    try:
+        fcntl.ioctl(target, 0x40049409, source)  # FICLONE
+    except OSError:
+        for start, end in data_spans(source, size):
+            _copy_range(source, target, start, end)
+    status = os.fstat(source)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def data_spans(fd: int, size: int) -> list[tuple[int, int]]:
+    """Spans of [0, size) that the disk has allocated (SEEK_DATA/SEEK_HOLE); everything, where it cannot tell."""
+    spans: list[tuple[int, int]] = []
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                break
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return [(0, size)]
+            raise
+        if start >= size:
+            break
+        at = min(os.lseek(fd, start, os.SEEK_HOLE), size)
+        spans.append((start, at))
+    return spans
+
+
+def _copy_range(source: int, target: int, start: int, end: int) -> None:
+    while start < end:
+        copied = os.copy_file_range(source, target, min(end - start, _COPY_BYTES), start, start)
+        if copied == 0:
+            raise OSError(errno.EIO, "image became shorter while it was copied")
+        start += copied
