@@ -1,0 +1,148 @@
+"""Packs: many encoded chunks in one remote object, then an index of them, then a trailer.
+
+    encoded chunks, back to back from offset 0
+    index     zstd frame of canonical JSON {"chunks": [[chunk, encoded length, raw length, codec, base or null], ...]}
+    trailer   length of the index frame, 8 bytes little-endian, then MAGIC
+
+The index lets a pack be understood without any other object. The name is the digest of the chunk list with codecs and
+encoded lengths, so two packs of one name have each chunk at the same place although another zstd may have written them.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from ckptfs.encoding.canonical import OBJECT_LIMIT, dumps, loads, object_id, open_object, seal_object
+from ckptfs.encoding.features import check_names, demand
+from ckptfs.encoding.fields import array, check_keys, digest_of, integer, mapping
+from ckptfs.encoding.manifest import CHUNK_MOST, read_place
+from ckptfs.errors import FormatError
+from ckptfs.ids import DIGEST_BYTES, ChunkId, ObjectId
+
+MAGIC = b"ckptpk01"
+_TRAILER = struct.Struct("<Q8s")
+TRAILER_BYTES = _TRAILER.size
+_NEEDED = frozenset({"chunks"})
+_KEYS = _NEEDED | {"requires", "optional"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunk:
+    """One chunk in a pack."""
+
+    id: ChunkId
+    offset: int
+    """In the pack object, bytes."""
+    length: int
+    """Encoded bytes."""
+    raw_length: int
+    codec: int
+    base: ChunkId | None
+    """The chunk that a delta is against."""
+
+
+def check_packed(chunk: PackedChunk) -> None:
+    """Raise FormatError unless every field of *chunk* is in range."""
+    if len(chunk.id) != DIGEST_BYTES:
+        raise FormatError("chunk id is not 32 bytes")
+    integer(chunk.raw_length, "raw length", 1, CHUNK_MOST)
+    base = None if chunk.base is None else chunk.base.hex()
+    read_place(chunk.id, ObjectId(b""), chunk.offset, chunk.length, chunk.codec, base)
+
+
+def pack_name(chunks: tuple[PackedChunk, ...]) -> ObjectId:
+    """The name of a pack that holds *chunks*, in order."""
+    return object_id(dumps([[c.id.hex(), c.codec, None if c.base is None else c.base.hex(), c.length] for c in chunks]))
+
+
+class PackBuilder:
+    """Collects encoded chunks into one pack. Not for use from several threads."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._chunks: dict[ChunkId, PackedChunk] = {}
+
+    def add(
+        self, chunk: ChunkId, raw_length: int, codec: int, data: bytes | bytearray | memoryview,
+        base: ChunkId | None = None,
+    ) -> None:  # fmt: skip
+        """Append *chunk*, encoded as *data*.
+
+        Raises ValueError when it is in the pack already, FormatError when something is out of range.
+        """
+        if chunk in self._chunks:
+            raise ValueError(f"chunk {chunk.hex()} is in this pack already")
+        packed = PackedChunk(chunk, len(self._data), len(data), raw_length, codec, base)
+        check_packed(packed)
+        self._data += data
+        self._chunks[chunk] = packed
+
+    @property
+    def size(self) -> int:
+        """Encoded bytes so far, without the index."""
+        return len(self._data)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, chunk: object) -> bool:
+        return chunk in self._chunks
+
+    def finish(self) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]]:
+        """(name, the object's bytes, what is where). The builder is empty afterwards; the bytes are not copied."""
+        chunks = tuple(self._chunks.values())
+        rows = [[c.id.hex(), c.length, c.raw_length, c.codec, c.base.hex() if c.base else None] for c in chunks]
+        index = seal_object(dumps({"chunks": rows}))
+        data = self._data
+        data += index
+        data += _TRAILER.pack(len(index), MAGIC)
+        self._data, self._chunks = bytearray(), {}
+        return pack_name(chunks), data, chunks
+
+
+def tail_bytes(trailer: bytes | bytearray | memoryview, object_size: int) -> int:
+    """How many bytes at the end of a pack `read_index` needs, given at least its last `TRAILER_BYTES`.
+
+    Raises FormatError when it is no pack.
+    """
+    if len(trailer) < TRAILER_BYTES or object_size < TRAILER_BYTES:
+        raise FormatError("a pack is shorter than its trailer")
+    length, magic = _TRAILER.unpack(bytes(trailer[-TRAILER_BYTES:]))
+    if magic != MAGIC or not 0 < length <= object_size - TRAILER_BYTES:
+        raise FormatError("this object does not end as a pack does")
+    return int(length) + TRAILER_BYTES
+
+
+def read_index(
+    tail: bytes | bytearray | memoryview, object_size: int, name: ObjectId | None = None, limit: int = OBJECT_LIMIT
+) -> tuple[PackedChunk, ...]:
+    """What lies where in a pack of *object_size* bytes, from its end *tail* (`tail_bytes` or more of it).
+
+    Raises FormatError on damage, and when *name* is given and is not this pack's.
+    """
+    needed = tail_bytes(tail, object_size)
+    if len(tail) < needed:
+        raise FormatError(f"the index needs the last {needed} bytes of the pack, here are {len(tail)}")
+    frame = bytes(tail[len(tail) - needed : len(tail) - TRAILER_BYTES])
+    value = mapping(loads(open_object(frame, None, limit)), "pack index")
+    demand(value.get("requires", []), "pack")
+    check_keys(value, "pack index", _NEEDED, _KEYS, check_names(value.get("optional", []), "pack"))
+    chunks = []
+    offset = 0
+    for row in array(value["chunks"], "chunks"):
+        if type(row) is not list or len(row) != 5:
+            raise FormatError("a chunk of a pack is not an array of 5")
+        chunk = ChunkId(digest_of(row[0], "chunk"))
+        raw_length = integer(row[2], "raw length", 1, CHUNK_MOST)
+        place = read_place(chunk, ObjectId(b""), offset, row[1], row[3], row[4])
+        chunks.append(PackedChunk(chunk, offset, place.length, raw_length, place.codec, place.base))
+        offset += place.length
+    if offset + needed != object_size:
+        raise FormatError("the chunks do not fill the pack")
+    if len({c.id for c in chunks}) != len(chunks):
+        raise FormatError("a pack holds a chunk twice")
+    found = tuple(chunks)
+    if name is not None and pack_name(found) != name:
+        raise FormatError(f"pack {name.hex()} holds other chunks")
+    return found
