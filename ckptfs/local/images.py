@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,9 +66,9 @@ class Images:
         except FileNotFoundError:
             pass
 
-    def sync_directory(self, image: ImageId) -> None:
-        """Make the directory entry of a new image survive a power cut."""
-        for directory in (self.path(image).parent, self.directory):
+    def sync_directories(self, images: Iterable[ImageId]) -> None:
+        """Make the directory entries of new images survive a power cut, each directory once."""
+        for directory in (*{self.path(image).parent for image in images}, self.directory):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)

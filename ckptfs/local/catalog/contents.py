@@ -148,6 +148,15 @@ class Contents:
                 [(chunk, image, offset, length) for chunk, offset, length in chunks],
             )
 
+    def copy_locations(self, source: ImageId, target: ImageId) -> None:
+        """*target* is a flushed copy of *source*."""
+        with self._catalog.transaction() as db:
+            db.execute(
+                "INSERT OR IGNORE INTO location (chunk, image, offset, length)"
+                " SELECT chunk, ?, offset, length FROM location WHERE image = ?",
+                (target, source),
+            )
+
     def drop_locations(self, image: ImageId) -> None:
         with self._catalog.transaction() as db:
             db.execute("DELETE FROM location WHERE image = ?", (image,))

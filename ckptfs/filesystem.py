@@ -1,0 +1,561 @@
+"""What every operation on names and inodes means; open files' bytes are `openfiles`' work.
+
+No kernel types and no errno here: arguments and results are plain values, refusals are `errors.FileSystemError`.
+Permission bits are checked by the kernel (default_permissions).
+
+Who calls: the event loop's thread. Except where an operation first awaits (expanding a directory that only the remote
+knows, un-sealing), it runs from its checks to its commit without letting others run, and is answered after the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptfs.errors import (
+    AttributeMissing,
+    DirectoryNotEmpty,
+    InvalidArgument,
+    IsADirectory,
+    NameExists,
+    NameMissing,
+    NameTooLong,
+    NotDirectory,
+    NotPermitted,
+    NotSupported,
+    ReadOnly,
+)
+from ckptfs.ids import ROOT_INODE, ImageId, Inode
+from ckptfs.local.catalog.names import InodeRow
+from ckptfs.local.store import Store
+from ckptfs.openfiles import ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles, without_set_id
+
+NAME_MAX = 255
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
+XATTR_MAX = 64 << 10
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What stat shows."""
+
+    ino: Inode
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks."""
+
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True)
+class AttributeChange:
+    """Fields of a setattr; None leaves one as it is."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+
+
+class TreeSource(Protocol):
+    """Where directories that were not looked at yet come from, and news of other writers."""
+
+    async def expand(self, directory: Inode) -> None: ...
+    async def fresh(self, *, waiting: bool) -> None: ...
+
+
+class FileSystem:
+    """The tree of one store."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        listener: ChangeListener | None = None,
+        source: ByteSource | None = None,
+        tree: TreeSource | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.store = store
+        self._names = store.names
+        self._listener = listener or NoListener()
+        self._tree = tree
+        self._read_only = read_only
+        self._pins: Counter[Inode] = Counter()
+        self._changed_at = -1e9
+        self.files = OpenFiles(store, self._listener, source)
+
+    # Looking
+
+    async def lookup(self, parent: Inode, name: bytes) -> Attributes:
+        await self._look(parent)
+        if name == b".":
+            return self.attributes(self._names.inode(parent))
+        if name == b"..":
+            above = self._names.parents(parent)
+            return self.attributes(self._names.inode(above[0][0] if above else ROOT_INODE))
+        _check_name(name)
+        return self.attributes(self._names.child(parent, name))
+
+    async def getattr(self, ino: Inode) -> Attributes:
+        return self.attributes(self._names.inode(ino))
+
+    async def list(self, directory: Inode) -> list[tuple[bytes, Inode]]:
+        """Live entries ordered by name, without . and .."""
+        await self._look(directory)
+        row = self._names.inode(directory)
+        if not stat.S_ISDIR(row.mode):
+            raise NotDirectory(f"inode {directory} is not a directory")
+        return self._names.list(directory)
+
+    async def readlink(self, ino: Inode) -> bytes:
+        row = self._names.inode(ino)
+        if row.target is None:
+            raise InvalidArgument(f"inode {ino} is not a symbolic link")
+        return row.target
+
+    def attributes(self, row: InodeRow) -> Attributes:
+        """What stat shows of *row*: an unsealed file's size and times are its image's."""
+        size, mtime_ns, ctime_ns, blocks = row.size, row.mtime_ns, row.ctime_ns, 0
+        if stat.S_ISREG(row.mode):
+            blocks = (size + 511) // 512
+            status = self._image_status(row)
+            if status is not None and row.manifest is None:
+                size, mtime_ns = status.st_size, status.st_mtime_ns
+                ctime_ns, blocks = max(ctime_ns, status.st_ctime_ns), status.st_blocks
+            elif status is not None and self.store.contents.image_is_whole(row.image or ImageId(0)):
+                blocks = status.st_blocks
+        elif stat.S_ISDIR(row.mode):
+            size, blocks = 4096, 8
+        return Attributes(
+            row.ino, row.mode, row.nlink, row.uid, row.gid, row.rdev, size, blocks, row.atime_ns, mtime_ns, ctime_ns
+        )
+
+    def statfs(self) -> os.statvfs_result:
+        """The store's disk."""
+        return os.statvfs(self.store.path)
+
+    # Making names
+
+    async def create(
+        self, parent: Inode, name: bytes, mode: int, flags: int, caller: Caller
+    ) -> tuple[int, Attributes]:
+        """A new regular file, open; returns its handle."""
+        await self._before_change(parent)
+        directory = self._check_new(parent, name)
+        image = self.store.images.create()
+        try:
+            with self.store.catalog.transaction():
+                self.store.contents.add_image(image.id, whole=True)
+                ino = self._add(directory, name, stat.S_IFREG | stat.S_IMODE(mode), caller, image=image.id)
+        except BaseException:
+            os.close(image.fd)
+            self.store.images.delete(image.id)
+            raise
+        self.store.sync.created(image.id)
+        fh = self.files.create(ino, image, flags, privileged=caller.uid == 0)
+        self._listener.entry_changed(parent, name)
+        return fh, self.attributes(self._names.inode(ino))
+
+    async def mknod(self, parent: Inode, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
+        """A fifo, socket or device; a regular file is created and closed."""
+        if stat.S_ISREG(mode):
+            fh, attributes = await self.create(parent, name, mode, os.O_WRONLY, caller)
+            await self.files.release(fh)
+            return attributes
+        await self._before_change(parent)
+        directory = self._check_new(parent, name)
+        with self.store.catalog.transaction():
+            ino = self._add(directory, name, mode, caller, rdev=rdev)
+        self._listener.entry_changed(parent, name)
+        return self.attributes(self._names.inode(ino))
+
+    async def mkdir(self, parent: Inode, name: bytes, mode: int, caller: Caller) -> Attributes:
+        await self._before_change(parent)
+        directory = self._check_new(parent, name)
+        mode = stat.S_IFDIR | stat.S_IMODE(mode) | (directory.mode & stat.S_ISGID)
+        with self.store.catalog.transaction():
+            ino = self._add(directory, name, mode, caller, dirty=2)
+            self._names.update_inode(parent, nlink=directory.nlink + 1)
+        self._listener.entry_changed(parent, name)
+        return self.attributes(self._names.inode(ino))
+
+    async def symlink(self, parent: Inode, name: bytes, target: bytes, caller: Caller) -> Attributes:
+        await self._before_change(parent)
+        directory = self._check_new(parent, name)
+        with self.store.catalog.transaction():
+            ino = self._add(directory, name, stat.S_IFLNK | 0o777, caller, target=target, size=len(target))
+        self._listener.entry_changed(parent, name)
+        return self.attributes(self._names.inode(ino))
+
+    async def link(self, ino: Inode, parent: Inode, name: bytes) -> Attributes:
+        """Another name of *ino*."""
+        await self._before_change(parent)
+        self._check_new(parent, name)
+        row = self._names.inode(ino)
+        if stat.S_ISDIR(row.mode):
+            raise NotPermitted("a directory cannot have a second name")
+        if row.nlink == 0:
+            raise NameMissing(f"inode {ino} has no name any more")
+        now_ns, stamp = time.time_ns(), self.store.clock.tick()
+        with self.store.catalog.transaction():
+            self._names.bind(parent, name, ino, stamp)
+            self._names.update_inode(ino, nlink=row.nlink + 1, ctime_ns=now_ns)
+            self._names.state_changed(ino, stamp)
+            self._names.touch_directory(parent, now_ns, stamp)
+        self._listener.entry_changed(parent, name)
+        return self.attributes(self._names.inode(ino))
+
+    # Removing and moving names
+
+    async def unlink(self, parent: Inode, name: bytes) -> None:
+        await self._before_change(parent)
+        row = self._names.child(parent, name)
+        if stat.S_ISDIR(row.mode):
+            raise IsADirectory(f"{name!r} is a directory")
+        now_ns, stamp = time.time_ns(), self.store.clock.tick()
+        with self.store.catalog.transaction():
+            self._unbind(parent, name, row, now_ns)
+            self._names.touch_directory(parent, now_ns, stamp)
+        self._purge_if_gone(row.ino)
+        self._listener.entry_changed(parent, name)
+
+    async def rmdir(self, parent: Inode, name: bytes) -> None:
+        await self._before_change(parent)
+        row = self._names.child(parent, name)
+        if not stat.S_ISDIR(row.mode):
+            raise NotDirectory(f"{name!r} is not a directory")
+        await self._expand(row)
+        if not self._names.is_empty(row.ino):
+            raise DirectoryNotEmpty(f"{name!r} is not empty")
+        if self._names.find(parent, name) != row.ino:
+            raise NameMissing(f"{name!r} was moved meanwhile")
+        now_ns, stamp = time.time_ns(), self.store.clock.tick()
+        with self.store.catalog.transaction():
+            self._unbind(parent, name, row, now_ns)
+            self._names.touch_directory(parent, now_ns, stamp)
+        self._purge_if_gone(row.ino)
+        self._listener.entry_changed(parent, name)
+
+    async def rename(self, parent: Inode, name: bytes, new_parent: Inode, new_name: bytes, flags: int) -> None:
+        """rename(2), with RENAME_NOREPLACE and RENAME_EXCHANGE."""
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
+            raise InvalidArgument(f"rename flags {flags:#x} are not known")
+        await self._before_change(parent)
+        await self._before_change(new_parent)
+        target_ino = self._names.find(new_parent, new_name)
+        if target_ino is not None:
+            await self._expand(self._names.inode(target_ino))
+        source = self._names.child(parent, name)
+        self._check_parent(new_parent)
+        _check_name(new_name)
+        target_ino = self._names.find(new_parent, new_name)
+        target = self._names.inode(target_ino) if target_ino is not None else None
+        if flags == RENAME_EXCHANGE:
+            if target is None:
+                raise NameMissing(f"no entry {new_name!r} to exchange with")
+            self._check_not_below(target.ino, parent)
+        self._check_not_below(source.ino, new_parent)
+        if target is not None and flags == RENAME_NOREPLACE:
+            raise NameExists(f"{new_name!r} exists")
+        if target is not None and target.ino == source.ino:
+            return  # two names of one file: rename does nothing
+        if target is not None and flags != RENAME_EXCHANGE:
+            self._check_replaceable(source, target)
+        self._move(parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE)
+        if target is not None and flags != RENAME_EXCHANGE:
+            self._purge_if_gone(target.ino)
+        self._listener.entry_changed(parent, name)
+        self._listener.entry_changed(new_parent, new_name)
+
+    def _move(
+        self,
+        parent: Inode,
+        name: bytes,
+        new_parent: Inode,
+        new_name: bytes,
+        source: InodeRow,
+        target: InodeRow | None,
+        *,
+        exchange: bool,
+    ) -> None:
+        now_ns, stamp = time.time_ns(), self.store.clock.tick()
+        with self.store.catalog.transaction():
+            if target is not None and not exchange:
+                self._unbind(new_parent, new_name, target, now_ns)
+            self._names.bind(new_parent, new_name, source.ino, stamp)
+            if target is not None and exchange:
+                self._names.bind(parent, name, target.ino, stamp)
+                self._names.update_inode(target.ino, ctime_ns=now_ns)
+            else:
+                self._names.unbind(parent, name, stamp, tombstone=self._keeps_tombstones)
+            self._names.update_inode(source.ino, ctime_ns=now_ns)
+            for moved, here, there in ((source, parent, new_parent), (target if exchange else None, new_parent, parent)):
+                if moved is not None and stat.S_ISDIR(moved.mode) and here != there:
+                    self._count_links(here, -1)
+                    self._count_links(there, +1)
+            self._names.touch_directory(parent, now_ns, stamp)
+            self._names.touch_directory(new_parent, now_ns, stamp)
+
+    # Attributes
+
+    async def setattr(self, ino: Inode, change: AttributeChange, fh: int | None, caller: Caller) -> Attributes:
+        """chmod, chown, truncate, utimens: whatever *change* names, in one."""
+        self._check_writable()
+        row = self._names.inode(ino)
+        if change.size is not None:
+            await self._truncate(ino, change.size, fh, caller)
+            row = self._names.inode(ino)
+        columns: dict[str, int] = {}
+        if change.mode is not None:
+            columns["mode"] = stat.S_IFMT(row.mode) | stat.S_IMODE(change.mode)
+        if change.uid is not None or change.gid is not None:
+            columns["uid"] = row.uid if change.uid is None else change.uid
+            columns["gid"] = row.gid if change.gid is None else change.gid
+            if stat.S_ISREG(row.mode) and change.mode is None:
+                columns["mode"] = without_set_id(row.mode)
+        if change.atime_ns is not None:
+            columns["atime_ns"] = change.atime_ns
+        if change.mtime_ns is not None:
+            columns["mtime_ns"] = change.mtime_ns
+        if columns:
+            columns["ctime_ns"] = time.time_ns()
+            if change.mtime_ns is not None and row.manifest is None and row.image is not None:
+                os.utime(
+                    self.store.images.path(row.image),
+                    ns=(row.atime_ns if change.atime_ns is None else change.atime_ns, change.mtime_ns),
+                )
+            with self.store.catalog.transaction():
+                self._names.update_inode(ino, **columns)
+                self._names.state_changed(ino, self.store.clock.tick())
+            self._listener.attributes_changed(ino)
+        return self.attributes(self._names.inode(ino))
+
+    async def getxattr(self, ino: Inode, name: bytes) -> bytes:
+        value = self._names.xattr(ino, name)
+        if value is None:
+            self._names.inode(ino)
+            raise AttributeMissing(f"inode {ino} has no attribute {name!r}")
+        return value
+
+    async def listxattr(self, ino: Inode) -> list[bytes]:
+        self._names.inode(ino)
+        return list(self._names.xattrs(ino))
+
+    async def setxattr(self, ino: Inode, name: bytes, value: bytes) -> None:
+        self._check_writable()
+        if not name.startswith(XATTR_NAMESPACES):
+            raise NotSupported(f"attributes like {name!r} are not kept")
+        if len(name) > NAME_MAX or len(value) > XATTR_MAX:
+            raise InvalidArgument("the attribute is too large")
+        self._names.inode(ino)
+        with self.store.catalog.transaction():
+            self._names.set_xattr(ino, name, value)
+            self._attribute_changed(ino)
+        self._listener.attributes_changed(ino)
+
+    async def removexattr(self, ino: Inode, name: bytes) -> None:
+        self._check_writable()
+        self._names.inode(ino)
+        with self.store.catalog.transaction():
+            if not self._names.remove_xattr(ino, name):
+                raise AttributeMissing(f"inode {ino} has no attribute {name!r}")
+            self._attribute_changed(ino)
+        self._listener.attributes_changed(ino)
+
+    # Opening
+
+    async def open(self, ino: Inode, flags: int, caller: Caller) -> int:
+        """A handle; `files` does the rest."""
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            self._check_writable()
+        self._changed_at = time.monotonic() if flags & os.O_ACCMODE else self._changed_at
+        return await self.files.open(ino, flags, privileged=caller.uid == 0)
+
+    async def release(self, fh: int) -> None:
+        file = await self.files.release(fh)
+        self._purge_if_gone(file.ino)
+
+    async def sync_names(self) -> None:
+        """fsync of a directory: every name and attribute so far survives a power cut."""
+        await self.store.sync.sync()
+
+    # The kernel's memory of inodes
+
+    def pin(self, ino: Inode, count: int = 1) -> None:
+        """The kernel knows *ino*: it stays while it does, also without a name."""
+        self._pins[ino] += count
+
+    def unpin(self, ino: Inode, count: int) -> None:
+        self._pins[ino] -= count
+        if self._pins[ino] <= 0:
+            del self._pins[ino]
+            self._purge_if_gone(ino)
+
+    # Within
+
+    @property
+    def _keeps_tombstones(self) -> bool:
+        return self._tree is not None
+
+    async def _look(self, directory: Inode) -> None:
+        if self._tree is not None:
+            await self._tree.fresh(waiting=time.monotonic() - self._changed_at > 5.0)
+            await self._expand(self._names.inode(directory))
+
+    async def _expand(self, row: InodeRow) -> None:
+        if not row.expanded and self._tree is not None:
+            await self._tree.expand(row.ino)
+
+    async def _before_change(self, parent: Inode) -> None:
+        self._check_writable()
+        self._changed_at = time.monotonic()
+        await self._expand(self._names.inode(parent))
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ReadOnly("this mount is read-only")
+
+    def _check_parent(self, parent: Inode) -> InodeRow:
+        directory = self._names.inode(parent)
+        if not stat.S_ISDIR(directory.mode):
+            raise NotDirectory(f"inode {parent} is not a directory")
+        if directory.nlink == 0:
+            raise NameMissing(f"directory {parent} was removed")
+        return directory
+
+    def _check_new(self, parent: Inode, name: bytes) -> InodeRow:
+        directory = self._check_parent(parent)
+        _check_name(name)
+        if name in (b".", b"..") or self._names.find(parent, name) is not None:
+            raise NameExists(f"{name!r} exists")
+        return directory
+
+    def _check_not_below(self, moved: Inode, new_parent: Inode) -> None:
+        if new_parent == moved or moved in self._names.ancestors(new_parent):
+            raise InvalidArgument("a directory cannot move below itself")
+
+    def _check_replaceable(self, source: InodeRow, target: InodeRow) -> None:
+        if stat.S_ISDIR(source.mode):
+            if not stat.S_ISDIR(target.mode):
+                raise NotDirectory("a directory cannot replace a file")
+            if not self._names.is_empty(target.ino):
+                raise DirectoryNotEmpty("the directory to be replaced is not empty")
+        elif stat.S_ISDIR(target.mode):
+            raise IsADirectory("a file cannot replace a directory")
+
+    def _add(
+        self,
+        directory: InodeRow,
+        name: bytes,
+        mode: int,
+        caller: Caller,
+        *,
+        rdev: int = 0,
+        size: int = 0,
+        target: bytes | None = None,
+        image: ImageId | None = None,
+        dirty: int = 0,
+    ) -> Inode:
+        now_ns, stamp = time.time_ns(), self.store.clock.tick()
+        ino = self._names.add_inode(
+            mode=mode,
+            uid=caller.uid,
+            gid=directory.gid if directory.mode & stat.S_ISGID else caller.gid,
+            now_ns=now_ns,
+            changed=stamp,
+            rdev=rdev,
+            size=size,
+            target=target,
+            image=image,
+            dirty=dirty,
+        )
+        self._names.bind(directory.ino, name, ino, stamp)
+        self._names.touch_directory(directory.ino, now_ns, stamp)
+        return ino
+
+    def _unbind(self, parent: Inode, name: bytes, row: InodeRow, now_ns: int) -> None:
+        self._names.unbind(parent, name, self.store.clock.tick(), tombstone=self._keeps_tombstones)
+        if stat.S_ISDIR(row.mode):
+            self._names.update_inode(row.ino, nlink=0, ctime_ns=now_ns)
+            self._count_links(parent, -1)
+        else:
+            self._names.update_inode(row.ino, nlink=row.nlink - 1, ctime_ns=now_ns)
+            if row.nlink > 1:
+                self._names.state_changed(row.ino, self.store.clock.tick())
+
+    def _count_links(self, directory: Inode, change: int) -> None:
+        self._names.update_inode(directory, nlink=self._names.inode(directory).nlink + change)
+
+    def _attribute_changed(self, ino: Inode) -> None:
+        self._names.update_inode(ino, ctime_ns=time.time_ns())
+        self._names.state_changed(ino, self.store.clock.tick())
+
+    def _purge_if_gone(self, ino: Inode) -> None:
+        """Remove an inode that has no name, no opener and is unknown to the kernel; and its image if nobody needs it."""
+        if self._pins.get(ino) or self.files.get(ino):
+            return
+        try:
+            row = self._names.inode(ino)
+        except NameMissing:
+            return
+        if row.nlink > 0:
+            return
+        with self.store.catalog.transaction():
+            self._names.remove_inode(ino)
+            if row.manifest is not None:
+                self.store.contents.drop_unneeded_manifests([row.manifest])
+            if row.image is not None:
+                self.release_image(row.image)
+
+    def release_image(self, image: ImageId) -> None:
+        """Drop *image* when no inode and no cut needs it."""
+        if not self.store.contents.image_is_needed(image):
+            self.store.contents.drop_image(image)
+            self.store.sync.delete_later(image)
+            self.files.forget_image(image)
+
+    def _image_status(self, row: InodeRow) -> os.stat_result | None:
+        file: OpenFile | None = self.files.get(row.ino)
+        if file is not None:
+            return os.fstat(file.image.fd)
+        if row.image is None:
+            return None
+        return os.stat(self.store.images.path(row.image))
+
+    async def _truncate(self, ino: Inode, size: int, fh: int | None, caller: Caller) -> None:
+        if fh is not None:
+            await self.files.truncate(self.files.handle(fh).file, size, privileged=caller.uid == 0)
+            return
+        if not stat.S_ISREG(self._names.inode(ino).mode):
+            raise InvalidArgument("only regular files have a size to set")
+        file = await self.files.borrow(ino)
+        try:
+            await self.files.truncate(file, size, privileged=caller.uid == 0)
+        finally:
+            self.files.give_back(file)
+
+
+def _check_name(name: bytes) -> None:
+    if len(name) > NAME_MAX:
+        raise NameTooLong(f"names have at most {NAME_MAX} bytes, this one {len(name)}")

@@ -1,0 +1,139 @@
+"""Group sync: one thread's round of fdatasync makes images and catalog commits durable for everyone who waits.
+
+Who calls: the event loop. A request made while a round runs belongs to the next round. A round flushes the images
+concerned, then the images' directory entries once per new image, then the catalog's WAL, and then deletes the image
+files whose rows are now durably gone (invariant 2). The same round runs every few seconds unasked.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass, field
+
+import trio
+
+from ckptfs.ids import ImageId
+from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.local.images import Images
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Round:
+    images: set[ImageId] = field(default_factory=set)
+    done: trio.Event = field(default_factory=trio.Event)
+    failed: dict[ImageId, OSError] = field(default_factory=dict)
+    error: OSError | None = None
+
+
+class GroupSync:
+    """What is dirty, who waits for it, and the thread that flushes.
+
+    `poisoned` holds images of which a flush failed: their bytes are in doubt for ever (the kernel forgets a failed
+    page), so that every later fsync and close of them fails and they are never sealed.
+    """
+
+    def __init__(self, catalog: Catalog, images: Images) -> None:
+        self._catalog = catalog
+        self._images = images
+        self._next = _Round()
+        self._wanted = trio.Event()
+        self._unsynced_names: set[ImageId] = set()
+        self._dirty: set[ImageId] = set()
+        self._doomed: list[ImageId] = []
+        self._synced_commits = -1
+        self.poisoned: dict[ImageId, OSError] = {}
+
+    def created(self, image: ImageId) -> None:
+        """A new image file exists: its directory entry needs a sync."""
+        self._unsynced_names.add(image)
+        self._dirty.add(image)
+
+    def wrote(self, image: ImageId) -> None:
+        """*image* has bytes that were not flushed."""
+        self._dirty.add(image)
+
+    def delete_later(self, image: ImageId) -> None:
+        """Delete the file once the removal of its rows is durable."""
+        self._doomed.append(image)
+        self._dirty.discard(image)
+        self._unsynced_names.discard(image)
+        self.poisoned.pop(image, None)
+        self._wanted.set()
+
+    async def sync(self, *images: ImageId) -> None:
+        """Return when these images, their names and every commit so far survive a power cut.
+
+        Raises OSError when one of them could not be flushed, now or ever before. Cancelling leaves the round running.
+        """
+        for image in images:
+            if image in self.poisoned:
+                raise OSError(errno.EIO, f"an earlier flush of image {image:016x} failed: {self.poisoned[image]}")
+        waiting = self._next
+        waiting.images.update(images)
+        self._wanted.set()
+        await waiting.done.wait()
+        for image in images:
+            if image in waiting.failed:
+                raise OSError(errno.EIO, f"flushing image {image:016x} failed: {waiting.failed[image]}")
+        if waiting.error:
+            raise OSError(errno.EIO, f"flushing the catalog failed: {waiting.error}")
+
+    async def run(self, every_s: float) -> None:
+        """Serve rounds until cancelled."""
+        while True:
+            with trio.move_on_after(every_s):
+                await self._wanted.wait()
+            asked = self._wanted.is_set()
+            self._wanted = trio.Event()
+            if not asked:  # the unasked round takes everything
+                self._next.images.update(self._dirty)
+            await self._serve()
+
+    async def flush(self) -> None:
+        """One round over everything dirty, for a clean stop. Use when `run` is not running."""
+        self._next.images.update(self._dirty)
+        await self._serve()
+
+    async def _serve(self) -> None:
+        current, self._next = self._next, _Round()
+        names, self._unsynced_names = self._unsynced_names, set()
+        doomed, self._doomed = self._doomed, []
+        commits = self._catalog.commits
+        self._dirty -= current.images
+        try:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._flush, current, names, doomed, commits != self._synced_commits)
+            if current.error is None:
+                self._synced_commits = commits
+            self.poisoned.update(current.failed)
+        finally:
+            current.done.set()
+
+    def _flush(self, current: _Round, names: set[ImageId], doomed: list[ImageId], catalog_changed: bool) -> None:
+        for image in current.images:
+            try:
+                fd = self._images.open(image)
+            except FileNotFoundError:  # deleted since: nobody can miss its bytes
+                continue
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                log.error("flushing image %016x failed; what was written to it may be lost: %s", image, error)
+                current.failed[image] = error
+            finally:
+                os.close(fd)
+        try:
+            if names:
+                self._images.sync_directories(names)
+            if catalog_changed or doomed:
+                self._catalog.sync_wal()
+        except OSError as error:
+            log.error("flushing the catalog failed: %s", error)
+            current.error = error
+            return
+        for image in doomed:
+            self._images.delete(image)

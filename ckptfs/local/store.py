@@ -1,0 +1,224 @@
+"""The store: the local directory of one mount, opened by one daemon at a time.
+
+    catalog.db  images/  lost+found/  settings.json  lock  daemon.log  control.sock
+
+Opening takes the lock, migrates the catalog and recovers from whatever the last stop left behind. What the parts mean
+belongs to `catalog` and `images`; whether the disk is fit belongs to `probe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from ckptfs.config import Settings, Tuning
+from ckptfs.errors import StoreError
+from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, Clock, ImageId, Stamp, WriterId, new_writer_id
+from ckptfs.local.catalog.catalog import SELF, Catalog
+from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.names import Names
+from ckptfs.local.groupsync import GroupSync
+from ckptfs.local.images import Images
+
+log = logging.getLogger(__name__)
+
+LOST_AND_FOUND_S = 24 * 3600.0
+"""How long an image without a row is kept: long enough that somebody who misses a file can ask."""
+
+
+class Store:
+    """An open store. Use `Store.open`."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+        self.settings = _read_settings(path / "settings.json")
+        self.catalog = Catalog(path / "catalog.db")
+        self.names = Names(self.catalog)
+        self.contents = Contents(self.catalog)
+        self.images = Images(path / "images")
+        self.sync = GroupSync(self.catalog, self.images)
+        self.clock = Clock()
+        self.writer = WriterId(b"")
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool = True) -> Store:
+        """Open (or *create*) the store at *path* and recover it.
+
+        Raises StoreError when it does not exist, is in use (naming the pid), is damaged or newer than this program.
+        """
+        if not path.is_dir():
+            if not create:
+                raise StoreError(f"there is no store at {path}")
+            path.mkdir(parents=True, mode=0o700)
+        lock_fd = _lock(path)
+        store = cls.__new__(cls)
+        try:
+            store.__init__(path, lock_fd)  # type: ignore[misc]
+            store._recover()
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return store
+
+    def save_settings(self, settings: Settings) -> None:
+        """Remember *settings* for the next mount."""
+        self.settings = settings
+        document = dataclasses.asdict(settings)
+        replace_file(self.path / "settings.json", json.dumps(document, indent=1).encode())
+
+    def new_writer(self) -> WriterId:
+        """Become another writer: this store was cloned or restored, its sequence may have been used elsewhere."""
+        self.writer = new_writer_id()
+        with self.catalog.transaction() as db:
+            old = db.execute("SELECT uuid FROM writer WHERE id = ?", (SELF,)).fetchone()
+            if old:
+                self._disown(old[0])
+            db.execute("INSERT INTO writer (id, uuid) VALUES (?, ?)", (SELF, self.writer))
+        self._remember_place()
+        return self.writer
+
+    def close(self) -> None:
+        self.catalog.close()
+        os.close(self._lock_fd)
+
+    def _recover(self) -> None:
+        now_ns = time.time_ns()
+        with self.catalog.transaction() as db:
+            if db.execute("SELECT 1 FROM inode WHERE ino = ?", (ROOT_INODE,)).fetchone() is None:
+                db.execute(
+                    "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
+                    " VALUES (?, ?, ?, ?, ?, 2, ?, ?, ?, 0)",
+                    (ROOT_INODE, ROOT_FILE_ID, 0o40755, os.getuid(), os.getgid(), now_ns, now_ns, now_ns),
+                )
+        (row,) = self.catalog.db.execute(
+            "SELECT max(coalesce((SELECT max(changed) FROM inode), 0), coalesce((SELECT max(stamp) FROM dirent), 0))"
+        )
+        self.clock.see(Stamp(row[0]))
+        self._find_writer()
+        for ino in self.names.orphans():
+            self.names.remove_inode(ino)
+        self._recover_images()
+
+    def _find_writer(self) -> None:
+        row = self.catalog.db.execute("SELECT uuid FROM writer WHERE id = ?", (SELF,)).fetchone()
+        if row is None:
+            self.new_writer()
+        elif self.catalog.get_setting("place") != self._place():
+            log.warning("%s was copied or moved: it goes on as a new writer", self.path)
+            self.new_writer()
+        else:
+            self.writer = WriterId(row[0])
+
+    def _disown(self, old: bytes) -> None:
+        """What this store published under *old* is another's now; what it had pending stays pending."""
+        db = self.catalog.db
+        row = db.execute("SELECT max(id) + 1 FROM writer").fetchone()
+        db.execute("UPDATE writer SET id = ? WHERE id = ?", (row[0], SELF))
+        for table, column in (("dirent", "origin_writer"), ("head", "writer"), ("source", "writer")):
+            db.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (row[0], SELF))
+        db.execute("DELETE FROM head WHERE acked = 0")
+
+    def _place(self) -> str:
+        """Where this catalog is: a copy or a restored backup has another inode, device or machine."""
+        try:
+            machine = Path("/etc/machine-id").read_text().strip()
+        except OSError:
+            machine = ""
+        status = os.stat(self.catalog.path)
+        return f"{machine}:{status.st_dev}:{status.st_ino}"
+
+    def _remember_place(self) -> None:
+        self.catalog.set_setting("place", self._place())
+
+    def _recover_images(self) -> None:
+        known = self.contents.images()
+        found = set(self.images.ids())
+        lost = self.path / "lost+found"
+        lost.mkdir(exist_ok=True, mode=0o700)
+        for path in lost.iterdir():
+            if path.stat().st_mtime < time.time() - LOST_AND_FOUND_S:
+                path.unlink()
+        for image in found - known:
+            path = self.images.path(image)
+            if path.stat().st_size == 0:
+                path.unlink()
+            else:
+                log.warning("image %016x has no row in the catalog: moved to %s", image, lost)
+                shutil.move(path, lost / path.name)
+                os.utime(lost / path.name)
+        for image in known:
+            if not self.contents.image_is_needed(image):
+                self.contents.drop_image(image)
+                self.sync.delete_later(image)
+            elif image not in found:
+                self._recover_lost_image(image)
+
+    def _recover_lost_image(self, image: ImageId) -> None:
+        """A power cut took an image's name: a sealed file is read from the remote, an unsealed one is empty."""
+        log.error("image %016x is gone from the disk", image)
+        with self.catalog.transaction() as db:
+            db.execute("DELETE FROM location WHERE image = ?", (image,))
+            db.execute("UPDATE inode SET image = NULL WHERE image = ? AND manifest IS NOT NULL", (image,))
+            if db.execute("SELECT 1 FROM inode WHERE image = ?", (image,)).fetchone():
+                path = self.images.path(image)
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+                path.touch(0o600)
+            else:
+                db.execute("DELETE FROM image WHERE id = ?", (image,))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace *path* by *data* so that a power cut leaves the old or the new, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(path: Path) -> int:
+    """The descriptor that holds the store's lock. Raises StoreError naming the holder's pid."""
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise StoreError(f"store {path} is in use by process {pid}: unmount it there first") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _read_settings(path: Path) -> Settings:
+    """Raises StoreError when the file is damaged. Fields that this version does not know are ignored."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        tuning = document.pop("tuning", {})
+        return Settings(
+            tuning=Tuning(**_known(Tuning, tuning)),
+            **_known(Settings, document),
+        )
+    except FileNotFoundError:
+        return Settings()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path} is damaged ({error}): delete it to go back to the defaults") from error
+
+
+def _known(kind: Any, document: dict[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in dataclasses.fields(kind)}
+    return {name: value for name, value in document.items() if name in names}

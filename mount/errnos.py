@@ -1,0 +1,65 @@
+"""The one table from ckptfs' errors to errno, and what happens to everything else: EIO and a logged traceback."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pyfuse3
+
+from ckptfs import errors
+
+log = logging.getLogger(__name__)
+
+_ERRNOS: tuple[tuple[type[errors.CkptfsError], int], ...] = (
+    (errors.NameMissing, errno.ENOENT),
+    (errors.NameExists, errno.EEXIST),
+    (errors.NotDirectory, errno.ENOTDIR),
+    (errors.IsADirectory, errno.EISDIR),
+    (errors.DirectoryNotEmpty, errno.ENOTEMPTY),
+    (errors.NameTooLong, errno.ENAMETOOLONG),
+    (errors.AttributeMissing, errno.ENODATA),
+    (errors.NotPermitted, errno.EPERM),
+    (errors.ReadOnly, errno.EROFS),
+    (errors.InvalidArgument, errno.EINVAL),
+    (errors.NotSupported, errno.EOPNOTSUPP),
+    (errors.TooManyLinks, errno.EMLINK),
+)
+
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+
+def errno_of(error: errors.CkptfsError) -> int:
+    """The number for *error*; EIO where the table has none."""
+    for kind, number in _ERRNOS:
+        if isinstance(error, kind):
+            return number
+    return errno.EIO
+
+
+def replies(handler: Handler) -> Handler:
+    """Make a FUSE handler answer every exception with an errno (invariant 9): one request fails, the mount lives on."""
+
+    @functools.wraps(handler)
+    async def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await handler(*args, **kwargs)
+        except errors.ContentUnavailable as error:
+            log.error("%s: %s", handler.__name__, error)
+            raise pyfuse3.FUSEError(errno.EIO) from None
+        except errors.FileSystemError as error:
+            raise pyfuse3.FUSEError(errno_of(error)) from None
+        except OSError as error:
+            if error.errno in (None, errno.EIO):
+                log.exception("%s failed", handler.__name__)
+            raise pyfuse3.FUSEError(error.errno or errno.EIO) from None
+        except pyfuse3.FUSEError:
+            raise
+        except Exception:
+            log.exception("%s failed unexpectedly", handler.__name__)
+            raise pyfuse3.FUSEError(errno.EIO) from None
+
+    return guarded  # type: ignore[return-value]

@@ -1,0 +1,263 @@
+"""pyfuse3's requests, translated to `FileSystem` calls and back. Decides nothing itself.
+
+Timeouts: without a remote every change comes through this kernel, so names and attributes may be cached for long; with
+one, other writers' changes must show within the lag. An open file's pages stay valid across opens (keep_cache) while
+nothing changed its content except through this kernel.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import pyfuse3
+from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, SetattrFields, StatvfsData
+
+from ckptfs.filesystem import AttributeChange, Attributes, Caller, FileSystem
+from ckptfs.ids import Inode
+from ckptfs_mount.errnos import replies
+
+_LONG_S = 3600.0
+STATE_XATTR = b"user.ckptfs.state"
+STORE_XATTR = b"user.ckptfs.store"
+
+
+@dataclass(frozen=True)
+class MountOptions:
+    """What the adapter must know of the mount."""
+
+    owner: tuple[int, int] | None = None
+    """(uid, gid) that everything is shown to belong to; None shows what is stored."""
+    cache_s: float = _LONG_S
+    """How long the kernel may keep names and attributes."""
+    state: Callable[[Inode], Awaitable[str]] | None = None
+    """Answers the virtual attribute user.ckptfs.state."""
+
+
+class Operations(pyfuse3.Operations):
+    """One request each; see FileSystem for what they mean."""
+
+    supports_dot_lookup = True
+    enable_writeback_cache = False
+
+    def __init__(self, filesystem: FileSystem, options: MountOptions) -> None:
+        super().__init__()
+        self._fs = filesystem
+        self._options = options
+        self._listings: dict[int, tuple[Inode, list[tuple[bytes, Inode]] | None]] = {}
+        self._next_listing = 1
+        self._content_seen: dict[Inode, object] = {}
+
+    def content_changed(self, ino: Inode) -> None:
+        """Another writer changed the content of *ino*: pages the kernel kept are stale at the next open."""
+        self._content_seen.pop(ino, None)
+
+    # Names
+
+    @replies
+    async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(await self._fs.lookup(Inode(parent_inode), name), pin=name not in (b".", b".."))
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for ino, count in inode_list:
+            self._fs.unpin(Inode(ino), count)
+            self._content_seen.pop(Inode(ino), None)
+
+    @replies
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(await self._fs.mkdir(Inode(parent_inode), name, mode, _caller(ctx)))
+
+    @replies
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        return self._entry(await self._fs.mknod(Inode(parent_inode), name, mode, rdev, _caller(ctx)))
+
+    @replies
+    async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(await self._fs.symlink(Inode(parent_inode), name, target, _caller(ctx)))
+
+    @replies
+    async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: RequestContext) -> EntryAttributes:
+        return self._entry(await self._fs.link(Inode(inode), Inode(new_parent_inode), new_name))
+
+    @replies
+    async def unlink(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        await self._fs.unlink(Inode(parent_inode), name)
+
+    @replies
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: RequestContext) -> None:
+        await self._fs.rmdir(Inode(parent_inode), name)
+
+    @replies
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: RequestContext,
+    ) -> None:
+        await self._fs.rename(Inode(parent_inode_old), name_old, Inode(parent_inode_new), name_new, flags)
+
+    @replies
+    async def readlink(self, inode: int, ctx: RequestContext) -> bytes:
+        return await self._fs.readlink(Inode(inode))
+
+    # Attributes
+
+    @replies
+    async def getattr(self, inode: int, ctx: RequestContext | None = None) -> EntryAttributes:
+        return self._attributes(await self._fs.getattr(Inode(inode)))
+
+    @replies
+    async def setattr(
+        self, inode: int, attr: EntryAttributes, fields: SetattrFields, fh: int | None, ctx: RequestContext
+    ) -> EntryAttributes:
+        uid = attr.st_uid if fields.update_uid else None
+        gid = attr.st_gid if fields.update_gid else None
+        if self._options.owner is not None and (uid is not None or gid is not None):
+            if uid not in (None, self._options.owner[0]) or gid not in (None, self._options.owner[1]):
+                raise pyfuse3.FUSEError(errno.EPERM)
+            uid = gid = None
+        change = AttributeChange(
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=uid,
+            gid=gid,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        )
+        return self._attributes(await self._fs.setattr(Inode(inode), change, fh, _caller(ctx)))
+
+    @replies
+    async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
+        if name == STORE_XATTR:
+            return os.fsencode(self._fs.store.path)
+        if name == STATE_XATTR and self._options.state is not None:
+            return (await self._options.state(Inode(inode))).encode()
+        return await self._fs.getxattr(Inode(inode), name)
+
+    @replies
+    async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
+        return await self._fs.listxattr(Inode(inode))
+
+    @replies
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
+        if name in (STATE_XATTR, STORE_XATTR):
+            raise pyfuse3.FUSEError(errno.EPERM)
+        await self._fs.setxattr(Inode(inode), name, value)
+
+    @replies
+    async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
+        await self._fs.removexattr(Inode(inode), name)
+
+    @replies
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        real, reply = self._fs.statfs(), StatvfsData()
+        for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail"):
+            setattr(reply, name, getattr(real, name))
+        reply.f_namemax = 255
+        return reply
+
+    # Files
+
+    @replies
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        fh, attributes = await self._fs.create(Inode(parent_inode), name, mode, flags, _caller(ctx))
+        return FileInfo(fh=fh, keep_cache=True), self._entry(attributes)
+
+    @replies
+    async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
+        ino = Inode(inode)
+        fh = await self._fs.open(ino, flags, _caller(ctx))
+        keep = ino in self._content_seen
+        self._content_seen[ino] = True
+        return FileInfo(fh=fh, keep_cache=keep)
+
+    @replies
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        return await self._fs.files.read(fh, off, size)
+
+    @replies
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        return await self._fs.files.write(fh, off, buf)
+
+    @replies
+    async def flush(self, fh: int) -> None:
+        self._fs.files.check_poison(self._fs.files.handle(fh).file)
+
+    @replies
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await self._fs.files.fsync(fh)
+
+    @replies
+    async def release(self, fh: int) -> None:
+        await self._fs.release(fh)
+
+    # Directories
+
+    @replies
+    async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        fh = self._next_listing
+        self._next_listing += 1
+        self._listings[fh] = (Inode(inode), None)
+        return fh
+
+    @replies
+    async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
+        """Entries as they were when the listing (re)started, less what is gone since: nothing twice, nothing skipped."""
+        ino, names = self._listings[fh]
+        if names is None or start_id == 0:
+            names = await self._fs.list(ino)
+            self._listings[fh] = (ino, names)
+        for index in range(start_id, len(names)):
+            name, child = names[index]
+            try:
+                attributes = await self._fs.getattr(child)
+            except Exception:
+                continue  # removed since the listing began
+            if not pyfuse3.readdir_reply(token, name, self._entry(attributes, pin=False), index + 1):
+                break
+            self._fs.pin(child)
+
+    @replies
+    async def releasedir(self, fh: int) -> None:
+        del self._listings[fh]
+
+    @replies
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        await self._fs.sync_names()
+
+    # Within
+
+    def _attributes(self, attributes: Attributes) -> EntryAttributes:
+        reply = EntryAttributes()
+        reply.st_ino = attributes.ino
+        reply.generation = 0
+        reply.entry_timeout = reply.attr_timeout = self._options.cache_s
+        reply.st_mode = attributes.mode
+        reply.st_nlink = attributes.nlink
+        reply.st_uid, reply.st_gid = self._options.owner or (attributes.uid, attributes.gid)
+        reply.st_rdev = attributes.rdev
+        reply.st_size = attributes.size
+        reply.st_blksize = 1 << 20
+        reply.st_blocks = attributes.blocks
+        reply.st_atime_ns = attributes.atime_ns
+        reply.st_mtime_ns = attributes.mtime_ns
+        reply.st_ctime_ns = attributes.ctime_ns
+        return reply
+
+    def _entry(self, attributes: Attributes, *, pin: bool = True) -> EntryAttributes:
+        if pin:
+            self._fs.pin(attributes.ino)
+        return self._attributes(attributes)
+
+
+def _caller(ctx: RequestContext) -> Caller:
+    return Caller(ctx.uid, ctx.gid)
