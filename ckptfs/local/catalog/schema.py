@@ -105,9 +105,17 @@ CREATE TABLE cut (
     taken_ns   INTEGER NOT NULL,
     stamp      INTEGER NOT NULL,
     publishing INTEGER NOT NULL DEFAULT 0,
-    incomplete INTEGER NOT NULL DEFAULT 0    -- taken although something in it was not whole (max_lag)
+    incomplete INTEGER NOT NULL DEFAULT 0,   -- taken although something in it was not whole (max_lag)
+    vector     BLOB NOT NULL                 -- what of other writers the state has merged: JSON, writer hex -> sequence
 );
-CREATE TABLE cut_dir (cut INTEGER NOT NULL, dir INTEGER NOT NULL, PRIMARY KEY (cut, dir)) WITHOUT ROWID;
+CREATE TABLE cut_dir (
+    cut       INTEGER NOT NULL,
+    dir       INTEGER NOT NULL,
+    file_id   BLOB NOT NULL,                 -- the directory may be gone when the cut is published
+    tree      BLOB,                          -- inode.tree and tree_body when the cut was taken: what was published of
+    tree_body BLOB,                          --   the directory before
+    PRIMARY KEY (cut, dir)
+) WITHOUT ROWID;
 CREATE TABLE cut_entry (
     cut      INTEGER NOT NULL,
     dir      INTEGER NOT NULL,
@@ -117,7 +125,9 @@ CREATE TABLE cut_entry (
     manifest INTEGER,                        -- regular files: filled in when the image is sealed
     stamp    INTEGER NOT NULL,               -- dirent.stamp at the cut
     changed  INTEGER NOT NULL,               -- inode.changed at the cut; 0 for a tombstone
-    entry    BLOB NOT NULL,                  -- encoding.tree.Entry without manifest and subtree, encoded
+    entry    BLOB,                           -- encoding.tree.Entry without manifest, encoded; its subtree is what was
+                                             --   published last, used where that directory is not in the cut.
+                                             --   NULL: unfinished, what the directory's earlier tree says stays
     PRIMARY KEY (cut, dir, name)
 ) WITHOUT ROWID;
 CREATE INDEX cut_entry_image ON cut_entry (image) WHERE image IS NOT NULL;
