@@ -1,6 +1,6 @@
 """Heads: one published state of one writer, and which heads are current. Keys are in `keys`.
 
-A head is named by writer and sequence, not by its content: its frame's checksum and the `previous` of the next guard it.
+A head is named by writer and sequence, not by its content: its frame's checksum and `previous` of the next guard it.
 """
 
 from __future__ import annotations

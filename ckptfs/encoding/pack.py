@@ -1,7 +1,7 @@
 """Packs: many encoded chunks in one remote object, then an index of them, then a trailer.
 
     encoded chunks, back to back from offset 0
-    index     zstd frame of canonical JSON {"chunks": [[chunk, encoded length, raw length, codec, base or null], ...]}
+    index     zstd frame of canonical JSON: columns chunks, stored, lengths, codecs, bases
     trailer   length of the index frame, 8 bytes little-endian, then MAGIC
 
 The index lets a pack be understood without any other object. The name is the digest of the chunk list with codecs and
@@ -11,19 +11,30 @@ encoded lengths, so two packs of one name have each chunk at the same place alth
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ckptfs.encoding.canonical import OBJECT_LIMIT, dumps, loads, object_id, open_object, seal_object
+from ckptfs.encoding.columns import (
+    CHUNK_MOST,
+    CODEC_MOST,
+    check_ends,
+    hexes,
+    optional_hexes,
+    read_bases,
+    read_digests,
+    read_integers,
+)
 from ckptfs.encoding.features import check_names, demand
-from ckptfs.encoding.fields import array, check_keys, digest_of, integer, mapping
-from ckptfs.encoding.manifest import CHUNK_MOST, read_place
+from ckptfs.encoding.fields import MOST, check_keys, mapping
 from ckptfs.errors import FormatError
-from ckptfs.ids import DIGEST_BYTES, ChunkId, ObjectId
+from ckptfs.ids import ChunkId, ObjectId
 
 MAGIC = b"ckptpk01"
 _TRAILER = struct.Struct("<Q8s")
 TRAILER_BYTES = _TRAILER.size
-_NEEDED = frozenset({"chunks"})
+_NEEDED = frozenset({"chunks", "stored", "lengths", "codecs", "bases"})
 _KEYS = _NEEDED | {"requires", "optional"}
 
 
@@ -42,18 +53,37 @@ class PackedChunk:
     """The chunk that a delta is against."""
 
 
-def check_packed(chunk: PackedChunk) -> None:
-    """Raise FormatError unless every field of *chunk* is in range."""
-    if len(chunk.id) != DIGEST_BYTES:
-        raise FormatError("chunk id is not 32 bytes")
-    integer(chunk.raw_length, "raw length", 1, CHUNK_MOST)
-    base = None if chunk.base is None else chunk.base.hex()
-    read_place(chunk.id, ObjectId(b""), chunk.offset, chunk.length, chunk.codec, base)
+def write_packed(chunks: Sequence[PackedChunk]) -> dict[str, object]:
+    """*chunks* as columns, without their offsets."""
+    return {
+        "chunks": hexes(chunk.id for chunk in chunks),
+        "stored": [chunk.length for chunk in chunks],
+        "lengths": [chunk.raw_length for chunk in chunks],
+        "codecs": [chunk.codec for chunk in chunks],
+        "bases": optional_hexes(chunk.base for chunk in chunks),
+    }
+
+
+def read_packed(value: dict[str, object]) -> tuple[PackedChunk, ...]:
+    """The inverse, checked; offsets are column offsets, or where there is none, chunk lies after chunk."""
+    ids = [ChunkId(chunk) for chunk in read_digests(value["chunks"], "chunks")]
+    stored = read_integers(value, "stored", len(ids), 1, CHUNK_MOST)
+    lengths = read_integers(value, "lengths", len(ids), 1, CHUNK_MOST)
+    codecs = read_integers(value, "codecs", len(ids), 0, CODEC_MOST)
+    bases = read_bases(value["bases"], ids)
+    if len(set(ids)) != len(ids):
+        raise FormatError("a pack holds a chunk twice")
+    if "offsets" in value:
+        offsets = read_integers(value, "offsets", len(ids), 0, MOST)
+        check_ends(offsets, stored)
+    else:
+        offsets = list(accumulate(stored, initial=0))[: len(ids)]
+    return tuple(map(PackedChunk, ids, offsets, stored, lengths, codecs, bases))
 
 
 def pack_name(chunks: tuple[PackedChunk, ...]) -> ObjectId:
     """The name of a pack that holds *chunks*, in order."""
-    return object_id(dumps([[c.id.hex(), c.codec, None if c.base is None else c.base.hex(), c.length] for c in chunks]))
+    return object_id(dumps([[c.id.hex(), c.codec, c.base and c.base.hex(), c.length] for c in chunks]))
 
 
 class PackBuilder:
@@ -74,7 +104,7 @@ class PackBuilder:
         if chunk in self._chunks:
             raise ValueError(f"chunk {chunk.hex()} is in this pack already")
         packed = PackedChunk(chunk, len(self._data), len(data), raw_length, codec, base)
-        check_packed(packed)
+        read_packed(write_packed([packed]))
         self._data += data
         self._chunks[chunk] = packed
 
@@ -92,8 +122,7 @@ class PackBuilder:
     def finish(self) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]]:
         """(name, the object's bytes, what is where). The builder is empty afterwards; the bytes are not copied."""
         chunks = tuple(self._chunks.values())
-        rows = [[c.id.hex(), c.length, c.raw_length, c.codec, c.base.hex() if c.base else None] for c in chunks]
-        index = seal_object(dumps({"chunks": rows}))
+        index = seal_object(dumps(write_packed(chunks)))
         data = self._data
         data += index
         data += _TRAILER.pack(len(index), MAGIC)
@@ -128,21 +157,9 @@ def read_index(
     value = mapping(loads(open_object(frame, None, limit)), "pack index")
     demand(value.get("requires", []), "pack")
     check_keys(value, "pack index", _NEEDED, _KEYS, check_names(value.get("optional", []), "pack"))
-    chunks = []
-    offset = 0
-    for row in array(value["chunks"], "chunks"):
-        if type(row) is not list or len(row) != 5:
-            raise FormatError("a chunk of a pack is not an array of 5")
-        chunk = ChunkId(digest_of(row[0], "chunk"))
-        raw_length = integer(row[2], "raw length", 1, CHUNK_MOST)
-        place = read_place(chunk, ObjectId(b""), offset, row[1], row[3], row[4])
-        chunks.append(PackedChunk(chunk, offset, place.length, raw_length, place.codec, place.base))
-        offset += place.length
-    if offset + needed != object_size:
+    found = read_packed({key: value[key] for key in _NEEDED})
+    if sum(chunk.length for chunk in found) + needed != object_size:
         raise FormatError("the chunks do not fill the pack")
-    if len({c.id for c in chunks}) != len(chunks):
-        raise FormatError("a pack holds a chunk twice")
-    found = tuple(chunks)
     if name is not None and pack_name(found) != name:
         raise FormatError(f"pack {name.hex()} holds other chunks")
     return found
