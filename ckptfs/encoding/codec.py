@@ -81,6 +81,11 @@ _GUESS_GAIN = 0.03
 """When to look for floats in bytes of unknown type (0.05 ms): plain zstd left more than the first, and there are enough
 bytes to judge; and what the planes must promise, since the estimate is off by 0.01."""
 
+_SAMPLE_BYTES = 8192
+_GUESSED = (1, 2, 4, 8)
+_X_LOG2_X = np.arange(_SAMPLE_BYTES + 1) * np.log2(np.maximum(np.arange(_SAMPLE_BYTES + 1), 1))
+"""x log2 x for every count that a histogram of the sample can hold: logarithms were most of the guess's time."""
+
 
 class _Tools(threading.local):
     """What each thread reuses: zstd contexts (not safe to share) and the buffer for planes."""
@@ -230,26 +235,24 @@ def _decompress(frame: memoryview, length: int) -> bytes:
 
 
 def _guess_width(view: memoryview, plain: float) -> int:
-    """The element width (1, 2, 4, 8) whose byte planes a Huffman coder would shrink most, judged by a sample's entropy;
-    0 when none promises less than the share *plain* that was reached already."""
-    sample_bytes = min(8192, len(view)) // 16 * 8
-    middle = len(view) // 2 // 8 * 8
-    sample = np.concatenate(
-        [np.frombuffer(view, np.uint8, sample_bytes, offset) for offset in (0, min(middle, len(view) - sample_bytes))]
-    )
-    places = sample.reshape(-1, 8).astype(np.intp) + np.arange(0, 2048, 256)
+    """The element width (1, 2, 4, 8) whose byte planes a Huffman coder would shrink most, judged by the entropy of two
+    samples; 0 when none promises clearly less than the share *plain* that was reached already."""
+    half = min(_SAMPLE_BYTES, len(view)) // 16 * 8
+    second = min(len(view) // 2 // 8 * 8, len(view) - half)
+    sample = np.concatenate([np.frombuffer(view, np.uint8, half, offset) for offset in (0, second)])
+    places = sample.reshape(-1, 8) + np.arange(0, 2048, 256)
     counts = np.bincount(places.ravel(), minlength=2048).reshape(8, 256)
-    best, least = 0, plain - _GUESS_GAIN
-    for width in (1, 2, 4, 8):
-        shares = [min(_entropy_bits(row) / 8, 1.0) for row in counts.reshape(-1, width, 256).sum(axis=0)]
-        expected = sum(share if share < KEEP else 1.0 for share in shares) / width
-        if expected < least - 0.01 * (best > 0):  # wider only for a real gain
-            best, least = width, expected
+    rows = np.concatenate([counts.reshape(-1, width, 256).sum(axis=0) for width in _GUESSED])
+    totals = rows.sum(axis=1)
+    # Shannon's entropy, with Miller and Madow's correction for how few samples it is made of.
+    bits = np.log2(totals) - _X_LOG2_X[rows].sum(axis=1) / totals
+    bits += (np.count_nonzero(rows, axis=1) - 1) / (2 * np.log(2) * totals)
+    shares = bits / 8
+    shares[shares > KEEP] = 1.0  # a plane that stays raw
+    best, least, at = 0, plain - _GUESS_GAIN, 0
+    for width in _GUESSED:
+        expected = float(shares[at : at + width].mean())
+        at += width
+        if expected < least:
+            best, least = width, expected - 0.01  # a wider element only for a real gain
     return best
-
-
-def _entropy_bits(counts: np.ndarray[tuple[int, ...], np.dtype[np.intp]]) -> float:
-    """Shannon entropy of a histogram, with Miller and Madow's correction for how few samples it is made of."""
-    seen = counts[counts > 0]
-    total = int(seen.sum())
-    return float(np.log2(total) - (seen * np.log2(seen)).sum() / total + (len(seen) - 1) / (2 * total * np.log(2)))
