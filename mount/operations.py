@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
+from ckptfs.errors import NameMissing
 from ckptfs.filesystem import AttributeChange, Attributes, Caller, FileSystem
 from ckptfs.ids import Inode
 from ckptfs_mount.errnos import replies
@@ -220,8 +221,10 @@ class Operations(pyfuse3.Operations):
             name, child = names[index]
             try:
                 attributes = await self._fs.getattr(child)
-            except Exception:
-                continue  # removed since the listing began
+            except NameMissing:
+                continue
+            if attributes.nlink == 0:  # removed since the listing began
+                continue
             if not pyfuse3.readdir_reply(token, name, self._entry(attributes, pin=False), index + 1):
                 break
             self._fs.pin(child)

@@ -75,8 +75,15 @@ class Catalog:
         os.fdatasync(self._wal)
 
     def checkpoint(self) -> None:
-        """Move the WAL's content into the database file; blocks for its fsyncs."""
-        self.db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        """Move the WAL's content into the database file, on a connection of its own; blocks for its fsyncs.
+
+        For a worker thread. The WAL is restarted by the next commit that finds no reader in it.
+        """
+        db = sqlite3.connect(os.fspath(self.path), isolation_level=None)
+        try:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            db.close()
 
     def wal_bytes(self) -> int:
         return os.fstat(self._wal).st_size

@@ -129,12 +129,27 @@ class Contents:
         with self._catalog.transaction() as db:
             db.execute("UPDATE cut_entry SET manifest = ? WHERE image = ? AND manifest IS NULL", (manifest, image))
 
-    def unsealed(self, limit: int = 1000) -> list[tuple[Inode, ImageId]]:
-        """Named regular files whose content is not sealed, with their images."""
+    def needs_seal(self, image: ImageId) -> bool:
+        """Whether a named file or a cut waits for *image* to be sealed."""
+        row = self._db.execute(
+            "SELECT EXISTS (SELECT 1 FROM inode WHERE image = ?1 AND manifest IS NULL AND nlink > 0)"
+            " OR EXISTS (SELECT 1 FROM cut_entry WHERE image = ?1 AND manifest IS NULL)",
+            (image,),
+        ).fetchone()
+        return bool(row[0])
+
+    def inode_of_image(self, image: ImageId) -> Inode | None:
+        """The unsealed file that *image* is."""
+        row = self._db.execute("SELECT ino FROM inode WHERE image = ? AND manifest IS NULL", (image,)).fetchone()
+        return Inode(row[0]) if row else None
+
+    def unsealed_images(self) -> list[ImageId]:
+        """Every image that waits to be sealed."""
         return [
-            (Inode(row[0]), ImageId(row[1]))
+            ImageId(row[0])
             for row in self._db.execute(
-                "SELECT ino, image FROM inode WHERE manifest IS NULL AND image IS NOT NULL AND nlink > 0 LIMIT ?", (limit,)
+                "SELECT image FROM inode WHERE manifest IS NULL AND image IS NOT NULL AND nlink > 0"
+                " UNION SELECT image FROM cut_entry WHERE manifest IS NULL AND image IS NOT NULL"
             )
         ]
 

@@ -1,0 +1,255 @@
+"""Everything behind a mount, started and stopped together: the file system, sealing, syncing, replication.
+
+Knows no kernel and no command line. One `Engine` per open store; `run` holds the background tasks; everything else is
+called on the same event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from ckptfs.errors import NameMissing, RemoteError
+from ckptfs.filesystem import FileSystem
+from ckptfs.ids import ROOT_INODE, ImageId, Inode
+from ckptfs.local.catalog.totals import Totals
+from ckptfs.local.store import Store
+from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.replica import Replica
+from ckptfs.replica.seal import Sealer
+
+log = logging.getLogger(__name__)
+
+STATES = ("writing", "closed", "sealed", "replicated", "verified")
+"""In order; a directory has the least of what is under it."""
+
+_CHECKPOINT_WAL_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is still to do, for people who wait."""
+
+    pending_bytes: int
+    pending_files: int
+    sent_bytes: int
+    rate_bytes_s: float
+    eta_s: float | None
+    last_error: str | None
+
+
+class Engine:
+    """See the module. *remote* None is a local store alone."""
+
+    def __init__(
+        self,
+        store: Store,
+        remote: ObjectStore | None,
+        *,
+        read_only: bool = False,
+        mount_uid: int = 0,
+        mount_gid: int = 0,
+    ) -> None:
+        self._store = store
+        self._totals = Totals(store.catalog)
+        self._changed = trio.Event()
+        self.replica = Replica(store, remote, read_only=read_only) if remote is not None else None
+        replica = self.replica
+        self.filesystem = FileSystem(
+            store,
+            listener=replica.settler if replica else None,
+            source=replica.hydrator if replica else None,
+            tree=replica if replica else None,
+            read_only=read_only,
+        )
+        self.sealer = Sealer(store, self.filesystem.files)
+        self.sealer.on_sealed = self._sealed
+        self.filesystem.files.on_closed = self.sealer.submit
+        if replica:
+            replica.attach(self.filesystem, self.sealer, self._wake)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Background services until cancelled; then whatever was written is flushed."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._store.sync.run, self._store.settings.tuning.sync_every_s)
+                nursery.start_soon(self._checkpoints)
+                nursery.start_soon(self.sealer.run)
+                if self.replica:
+                    await nursery.start(self.replica.run)
+                task_status.started()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.filesystem.files.finish()
+                await self._store.sync.flush()
+
+    # Waiting
+
+    async def wait(self, path: bytes, target: str, timeout_s: float | None) -> bool:
+        """Whether everything under *path* reached *target* in time. Raises NameMissing, InvalidArgument.
+
+        Waiting for more than sealed publishes at once.
+        """
+        ino = await self._resolve(path)
+        wanted = STATES.index(target)
+        if self.replica is None and wanted > STATES.index("sealed"):
+            raise RemoteError("this mount has no remote to replicate to: mount with --remote")
+        with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
+            while True:
+                changed = self._changed
+                if STATES.index(self.state_of(ino)) >= wanted:
+                    return True
+                if self.replica and wanted > STATES.index("sealed"):
+                    self.replica.cut_now()
+                    if target == "verified":
+                        await self.replica.verify(self._totals.manifests_under(ino))
+                        if STATES.index(self.state_of(ino)) >= wanted:
+                            return True
+                with trio.move_on_after(1.0):  # a change may come without an event (another writer's head)
+                    await changed.wait()
+        return False
+
+    async def publish(self, path: bytes = b"/") -> None:
+        """Cut at once; returns when the head with it is acknowledged."""
+        await self._resolve(path)
+        if self.replica is None:
+            raise RemoteError("this mount has no remote to publish to: mount with --remote")
+        await self._all_sealed()
+        await self.replica.publish_now()
+
+    async def drain(self, deadline_s: float | None) -> bool:
+        """Seal and publish what there is, now; whether nothing is pending when it returns."""
+        with trio.move_on_after(float("inf") if deadline_s is None else deadline_s):
+            await self._all_sealed()
+            if self.replica:
+                await self.replica.drained()
+        progress = self.progress()
+        return not progress.pending_files and not progress.pending_bytes
+
+    async def _all_sealed(self) -> None:
+        while not self.sealer.idle:
+            changed = self._changed
+            with trio.move_on_after(0.2):
+                await changed.wait()
+
+    # Telling
+
+    def writers_open(self) -> int:
+        """How many files are open for writing."""
+        return sum(1 for file in self.filesystem.files.files() if file.writers)
+
+    def progress(self) -> Progress:
+        """What is pending now."""
+        if self.replica is None:
+            return Progress(0, 0, 0, 0.0, None, None)
+        pending = self._totals.pending_under(ROOT_INODE)
+        files = {each.ino: each for each in pending}
+        pending_bytes = sum(self._size(ino) for ino, each in files.items() if stat.S_ISREG(each.mode))
+        names = len(pending) + self._totals.removals_pending()
+        return self.replica.progress(names, pending_bytes)
+
+    async def state(self, path: bytes) -> str:
+        """writing, closed, sealed, replicated or verified: the least of what is under *path*. Raises NameMissing."""
+        return self.state_of(await self._resolve(path))
+
+    async def state_of_inode(self, ino: Inode) -> str:
+        return self.state_of(ino)
+
+    def state_of(self, ino: Inode) -> str:
+        unsealed = self._totals.unsealed_under(ino)
+        if unsealed:
+            being_written = any(
+                file.modified for each in unsealed for file in (self.filesystem.files.get(each),) if file is not None
+            )
+            return "writing" if being_written else "closed"
+        if self.replica is None or self._totals.pending_under(ino, limit=1):
+            return "sealed"
+        return "verified" if self.replica.is_verified(self._totals.manifests_under(ino)) else "replicated"
+
+    async def status(self, path: bytes = b"/") -> dict[str, Any]:
+        """The status document; see docs. Everything in it can be written as JSON. Raises NameMissing."""
+        ino = await self._resolve(path)
+        progress = self.progress()
+        document: dict[str, Any] = {
+            "path": path.decode(errors="surrogateescape"),
+            "state": self.state_of(ino),
+            "pending": {"files": progress.pending_files, "bytes": progress.pending_bytes},
+            "remote": None,
+            "writer": self._store.writer.hex(),
+            "safe": self.replica is not None and not progress.pending_files and not progress.pending_bytes,
+            "last_error": progress.last_error,
+        }
+        logical = self._totals.logical_bytes()
+        stored = self._stored_bytes()
+        if self.replica is None:
+            document |= {
+                "at_risk": {"files": None, "bytes": logical, "eta_s": None, "sets": []},
+                "newest_safe_set": None,
+                "last_success_s": None,
+                "bytes": {"logical": logical, "stored": stored, "uploaded": 0},
+            }
+            return document
+        sets = self.replica.sets_at_risk([each for each in self._totals.pending_under(ROOT_INODE)])
+        document |= {
+            "remote": self.replica.url,
+            "at_risk": {
+                "files": progress.pending_files,
+                "bytes": progress.pending_bytes,
+                "eta_s": progress.eta_s,
+                "sets": sets,
+            },
+            "newest_safe_set": self.replica.newest_safe_set(),
+            "last_success_s": self.replica.last_success_s,
+            "bytes": {"logical": logical, "stored": stored, "uploaded": self.replica.uploaded_bytes},
+        }
+        return document
+
+    def take_credentials(self, env: Mapping[str, str]) -> None:
+        """Use another shell's AWS_* variables from now on."""
+        if self.replica:
+            self.replica.take_credentials(env)
+
+    # Within
+
+    async def _resolve(self, path: bytes) -> Inode:
+        ino = ROOT_INODE
+        for name in path.split(b"/"):
+            if name:
+                ino = (await self.filesystem.lookup(ino, name)).ino
+        return ino
+
+    def _size(self, ino: Inode) -> int:
+        try:
+            return self.filesystem.attributes(self._store.names.inode(ino)).size
+        except (NameMissing, FileNotFoundError):
+            return 0
+
+    def _stored_bytes(self) -> int:
+        total = 0
+        for image in self._store.contents.images():
+            try:
+                total += self._store.images.path(image).stat().st_blocks * 512
+            except FileNotFoundError:
+                continue
+        return total
+
+    def _sealed(self, ino: Inode | None, image: ImageId, manifest: int) -> None:
+        if self.replica:
+            self.replica.sealed(ino)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _checkpoints(self) -> None:
+        """Keep the WAL short. In the loop's thread but away from requests' transactions; it syncs the database file."""
+        while True:
+            await trio.sleep(5)
+            if self._store.catalog.wal_bytes() > _CHECKPOINT_WAL_BYTES:
+                await trio.to_thread.run_sync(self._store.catalog.checkpoint)

@@ -1,0 +1,75 @@
+"""What lies under a path, counted: files by state, bytes at risk, bytes in all. Queries only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptfs.ids import ImageId, Inode
+from ckptfs.local.catalog.catalog import Catalog
+
+_UNDER = """
+WITH RECURSIVE tree(ino) AS (
+    SELECT ?1
+    UNION
+    SELECT d.ino FROM tree JOIN dirent d ON d.parent = tree.ino WHERE d.ino IS NOT NULL
+)
+"""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A name whose present state is in no acknowledged head."""
+
+    ino: Inode
+    parent: Inode
+    name: bytes
+    mode: int
+    size: int
+    """As the catalog has it; an unsealed file's is its image's."""
+    image: ImageId | None
+    manifest: int | None
+
+
+class Totals:
+    def __init__(self, catalog: Catalog) -> None:
+        self._db = catalog.db
+
+    def unsealed_under(self, ino: Inode) -> list[Inode]:
+        """Regular files at or below *ino* whose content is not sealed."""
+        rows = self._db.execute(
+            _UNDER + "SELECT i.ino FROM tree JOIN inode i USING (ino) WHERE i.image IS NOT NULL AND i.manifest IS NULL",
+            (ino,),
+        )
+        return [Inode(row[0]) for row in rows]
+
+    def pending_under(self, ino: Inode, limit: int = -1) -> list[Pending]:
+        """Names at or below *ino* that are not replicated as they are now, and names of *ino* itself."""
+        rows = self._db.execute(
+            _UNDER
+            + "SELECT i.ino, d.parent, d.name, i.mode, i.size, i.image, i.manifest FROM tree"
+            " JOIN dirent d ON d.ino = tree.ino JOIN inode i ON i.ino = tree.ino"
+            " WHERE d.origin_seq IS NULL LIMIT ?2",
+            (ino, limit),
+        )
+        return [Pending(*row) for row in rows]
+
+    def removals_pending(self) -> int:
+        """Names that were removed here and are not yet removed on the remote."""
+        row = self._db.execute("SELECT count(*) FROM dirent WHERE ino IS NULL AND origin_seq IS NULL").fetchone()
+        return int(row[0])
+
+    def changes_pending(self) -> bool:
+        """Whether any directory differs from what was published because of a change here."""
+        return self._db.execute("SELECT 1 FROM inode WHERE dirty = 2 LIMIT 1").fetchone() is not None
+
+    def logical_bytes(self) -> int:
+        """Sizes of all sealed regular files."""
+        row = self._db.execute("SELECT coalesce(sum(size), 0) FROM inode WHERE manifest IS NOT NULL").fetchone()
+        return int(row[0])
+
+    def manifests_under(self, ino: Inode) -> list[int]:
+        """The manifests of regular files at or below *ino*."""
+        rows = self._db.execute(
+            _UNDER + "SELECT DISTINCT i.manifest FROM tree JOIN inode i USING (ino) WHERE i.manifest IS NOT NULL", (ino,)
+        )
+        return [row[0] for row in rows]
