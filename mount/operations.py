@@ -49,11 +49,11 @@ class Operations(pyfuse3.Operations):
         self._options = options
         self._listings: dict[int, tuple[Inode, list[tuple[bytes, Inode]] | None]] = {}
         self._next_listing = 1
-        self._content_seen: dict[Inode, object] = {}
+        self._content_seen: set[Inode] = set()
 
     def content_changed(self, ino: Inode) -> None:
         """Another writer changed the content of *ino*: pages the kernel kept are stale at the next open."""
-        self._content_seen.pop(ino, None)
+        self._content_seen.discard(ino)
 
     # Names
 
@@ -64,7 +64,7 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
             self._fs.unpin(Inode(ino), count)
-            self._content_seen.pop(Inode(ino), None)
+            self._content_seen.discard(Inode(ino))
 
     @replies
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
@@ -171,6 +171,7 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
         fh, attributes = await self._fs.create(Inode(parent_inode), name, mode, flags, _caller(ctx))
+        self._content_seen.add(attributes.ino)  # its pages come from this kernel's own writes
         return FileInfo(fh=fh, keep_cache=True), self._entry(attributes)
 
     @replies
@@ -178,7 +179,7 @@ class Operations(pyfuse3.Operations):
         ino = Inode(inode)
         fh = await self._fs.open(ino, flags, _caller(ctx))
         keep = ino in self._content_seen
-        self._content_seen[ino] = True
+        self._content_seen.add(ino)
         return FileInfo(fh=fh, keep_cache=keep)
 
     @replies
