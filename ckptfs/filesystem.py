@@ -310,7 +310,8 @@ class FileSystem:
             else:
                 self._names.unbind(parent, name, stamp, tombstone=self._keeps_tombstones)
             self._names.update_inode(source.ino, ctime_ns=now_ns)
-            for moved, here, there in ((source, parent, new_parent), (target if exchange else None, new_parent, parent)):
+            swapped = target if exchange else None
+            for moved, here, there in ((source, parent, new_parent), (swapped, new_parent, parent)):
                 if moved is not None and stat.S_ISDIR(moved.mode) and here != there:
                     self._count_links(here, -1)
                     self._count_links(there, +1)
@@ -512,7 +513,7 @@ class FileSystem:
         self._names.state_changed(ino, self.store.clock.tick())
 
     def _purge_if_gone(self, ino: Inode) -> None:
-        """Remove an inode that has no name, no opener and is unknown to the kernel; and its image if nobody needs it."""
+        """Remove an inode without a name, opener or place in the kernel's memory, and its image if nobody needs it."""
         if self._pins.get(ino) or self.files.get(ino):
             return
         try:

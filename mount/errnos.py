@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
 
@@ -29,7 +29,8 @@ _ERRNOS: tuple[tuple[type[errors.CkptfsError], int], ...] = (
     (errors.TooManyLinks, errno.EMLINK),
 )
 
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def errno_of(error: errors.CkptfsError) -> int:
@@ -40,26 +41,28 @@ def errno_of(error: errors.CkptfsError) -> int:
     return errno.EIO
 
 
-def replies(handler: Handler) -> Handler:
+def replies(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Make a FUSE handler answer every exception with an errno (invariant 9): one request fails, the mount lives on."""
 
+    name = getattr(handler, "__name__", "request")
+
     @functools.wraps(handler)
-    async def guarded(*args: Any, **kwargs: Any) -> Any:
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await handler(*args, **kwargs)
         except errors.ContentUnavailable as error:
-            log.error("%s: %s", handler.__name__, error)
+            log.error("%s: %s", name, error)
             raise pyfuse3.FUSEError(errno.EIO) from None
         except errors.FileSystemError as error:
             raise pyfuse3.FUSEError(errno_of(error)) from None
         except OSError as error:
             if error.errno in (None, errno.EIO):
-                log.exception("%s failed", handler.__name__)
+                log.exception("%s failed", name)
             raise pyfuse3.FUSEError(error.errno or errno.EIO) from None
         except pyfuse3.FUSEError:
             raise
         except Exception:
-            log.exception("%s failed unexpectedly", handler.__name__)
+            log.exception("%s failed unexpectedly", name)
             raise pyfuse3.FUSEError(errno.EIO) from None
 
-    return guarded  # type: ignore[return-value]
+    return guarded

@@ -18,7 +18,8 @@ from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, Set
 from ckptfs.errors import NameMissing
 from ckptfs.filesystem import AttributeChange, Attributes, Caller, FileSystem
 from ckptfs.ids import Inode
-from ckptfs_mount.errnos import replies
+
+from .errnos import replies
 
 _LONG_S = 3600.0
 STATE_XATTR = b"user.ckptfs.state"
@@ -213,7 +214,7 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
-        """Entries as they were when the listing (re)started, less what is gone since: nothing twice, nothing skipped."""
+        """Entries as they were when the listing began, less what is gone since: nothing twice, nothing skipped."""
         ino, names = self._listings[fh]
         if names is None or start_id == 0:
             names = await self._fs.list(ino)

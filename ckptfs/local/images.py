@@ -87,7 +87,7 @@ class Images:
 
 
 def copy_data(source: int, target: int) -> None:
-    """Copy all data of one descriptor to another, holes kept, times too. Shares extents where the disk can (FICLONE)."""
+    """Copy all of one descriptor to another, holes and times too. Shares extents where the disk can (FICLONE)."""
     size = os.fstat(source).st_size
     os.ftruncate(target, size)
     try:

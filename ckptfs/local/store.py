@@ -20,10 +20,11 @@ from typing import Any
 
 from ckptfs.config import Settings, Tuning
 from ckptfs.errors import StoreError
-from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, Clock, ImageId, Stamp, WriterId, new_writer_id
-from ckptfs.local.catalog.catalog import SELF, Catalog
+from ckptfs.ids import Clock, ImageId, WriterId, new_writer_id
+from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.names import Names
+from ckptfs.local.catalog.recovery import Recovery
 from ckptfs.local.groupsync import GroupSync
 from ckptfs.local.images import Images
 
@@ -43,6 +44,7 @@ class Store:
         self.catalog = Catalog(path / "catalog.db")
         self.names = Names(self.catalog)
         self.contents = Contents(self.catalog)
+        self._recovery = Recovery(self.catalog)
         self.images = Images(path / "images")
         self.sync = GroupSync(self.catalog, self.images)
         self.clock = Clock()
@@ -77,12 +79,8 @@ class Store:
     def new_writer(self) -> WriterId:
         """Become another writer: this store was cloned or restored, its sequence may have been used elsewhere."""
         self.writer = new_writer_id()
-        with self.catalog.transaction() as db:
-            old = db.execute("SELECT uuid FROM writer WHERE id = ?", (SELF,)).fetchone()
-            if old:
-                self._disown(old[0])
-            db.execute("INSERT INTO writer (id, uuid) VALUES (?, ?)", (SELF, self.writer))
-        self._remember_place()
+        self._recovery.become(self.writer)
+        self.catalog.set_setting("place", self._place())
         return self.writer
 
     def close(self) -> None:
@@ -90,41 +88,19 @@ class Store:
         os.close(self._lock_fd)
 
     def _recover(self) -> None:
-        now_ns = time.time_ns()
-        with self.catalog.transaction() as db:
-            if db.execute("SELECT 1 FROM inode WHERE ino = ?", (ROOT_INODE,)).fetchone() is None:
-                db.execute(
-                    "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
-                    " VALUES (?, ?, ?, ?, ?, 2, ?, ?, ?, 0)",
-                    (ROOT_INODE, ROOT_FILE_ID, 0o40755, os.getuid(), os.getgid(), now_ns, now_ns, now_ns),
-                )
-        (row,) = self.catalog.db.execute(
-            "SELECT max(coalesce((SELECT max(changed) FROM inode), 0), coalesce((SELECT max(stamp) FROM dirent), 0))"
-        )
-        self.clock.see(Stamp(row[0]))
-        self._find_writer()
-        for ino in self.names.orphans():
-            self.names.remove_inode(ino)
-        self._recover_images()
-
-    def _find_writer(self) -> None:
-        row = self.catalog.db.execute("SELECT uuid FROM writer WHERE id = ?", (SELF,)).fetchone()
-        if row is None:
+        self._recovery.ensure_root()
+        self.clock.see(self._recovery.newest_stamp())
+        known = self._recovery.own_id()
+        if known is None:
             self.new_writer()
         elif self.catalog.get_setting("place") != self._place():
             log.warning("%s was copied or moved: it goes on as a new writer", self.path)
             self.new_writer()
         else:
-            self.writer = WriterId(row[0])
-
-    def _disown(self, old: bytes) -> None:
-        """What this store published under *old* is another's now; what it had pending stays pending."""
-        db = self.catalog.db
-        row = db.execute("SELECT max(id) + 1 FROM writer").fetchone()
-        db.execute("UPDATE writer SET id = ? WHERE id = ?", (row[0], SELF))
-        for table, column in (("dirent", "origin_writer"), ("head", "writer"), ("source", "writer")):
-            db.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (row[0], SELF))
-        db.execute("DELETE FROM head WHERE acked = 0")
+            self.writer = known
+        for ino in self.names.orphans():
+            self.names.remove_inode(ino)
+        self._recover_images()
 
     def _place(self) -> str:
         """Where this catalog is: a copy or a restored backup has another inode, device or machine."""
@@ -134,9 +110,6 @@ class Store:
             machine = ""
         status = os.stat(self.catalog.path)
         return f"{machine}:{status.st_dev}:{status.st_ino}"
-
-    def _remember_place(self) -> None:
-        self.catalog.set_setting("place", self._place())
 
     def _recover_images(self) -> None:
         known = self.contents.images()
@@ -164,15 +137,10 @@ class Store:
     def _recover_lost_image(self, image: ImageId) -> None:
         """A power cut took an image's name: a sealed file is read from the remote, an unsealed one is empty."""
         log.error("image %016x is gone from the disk", image)
-        with self.catalog.transaction() as db:
-            db.execute("DELETE FROM location WHERE image = ?", (image,))
-            db.execute("UPDATE inode SET image = NULL WHERE image = ? AND manifest IS NOT NULL", (image,))
-            if db.execute("SELECT 1 FROM inode WHERE image = ?", (image,)).fetchone():
-                path = self.images.path(image)
-                path.parent.mkdir(exist_ok=True, mode=0o700)
-                path.touch(0o600)
-            else:
-                db.execute("DELETE FROM image WHERE id = ?", (image,))
+        if self._recovery.forget_lost_image(image):
+            path = self.images.path(image)
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            path.touch(0o600)
 
 
 def replace_file(path: Path, data: bytes) -> None:

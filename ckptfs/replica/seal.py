@@ -49,7 +49,7 @@ class HashedImage:
 class Sealer:
     """The queue of closed images and the worker that seals them.
 
-    `on_sealed(ino, image, manifest)` is called on the loop after each commit; ino is None when only a cut had the image.
+    `on_sealed(ino, image, manifest)` is called on the loop after each commit; ino is None when only a cut has it.
     """
 
     def __init__(self, store: Store, writes: WriteState) -> None:

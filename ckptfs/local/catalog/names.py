@@ -131,7 +131,8 @@ class Names:
             db.execute("UPDATE inode SET changed = ? WHERE ino = ?", (stamp, ino))
             db.execute("UPDATE dirent SET origin_writer = NULL, origin_seq = NULL WHERE ino = ?", (ino,))
             db.execute(
-                "UPDATE inode SET dirty = 2 WHERE dirty < 2 AND ino IN (SELECT parent FROM dirent WHERE ino = ?)", (ino,)
+                "UPDATE inode SET dirty = 2 WHERE dirty < 2 AND ino IN (SELECT parent FROM dirent WHERE ino = ?)",
+                (ino,),
             )
 
     def touch_directory(self, ino: Inode, now_ns: int, stamp: Stamp) -> None:
@@ -142,7 +143,8 @@ class Names:
                 (now_ns, now_ns, stamp, ino),
             )
             db.execute(
-                "UPDATE inode SET dirty = 2 WHERE dirty < 2 AND ino = (SELECT parent FROM dirent WHERE ino = ? LIMIT 1)",
+                "UPDATE inode SET dirty = 2 WHERE dirty < 2 AND ino ="
+                " (SELECT parent FROM dirent WHERE ino = ? LIMIT 1)",
                 (ino,),
             )
 

@@ -27,18 +27,18 @@ CREATE TABLE inode (
     uid      INTEGER NOT NULL,
     gid      INTEGER NOT NULL,
     rdev     INTEGER NOT NULL DEFAULT 0,
-    nlink    INTEGER NOT NULL,               -- names of it; for a directory 2 + its subdirectories; 0 = unlinked while open
+    nlink    INTEGER NOT NULL,               -- names of it; a directory has 2 + its subdirectories; 0 = removed
     size     INTEGER NOT NULL DEFAULT 0,     -- of a sealed file; an unsealed one has its image's
     atime_ns INTEGER NOT NULL,
     mtime_ns INTEGER NOT NULL,               -- of a sealed file or a directory; an unsealed file has its image's
     ctime_ns INTEGER NOT NULL,               -- of an unsealed file: the later of this and its image's
     target   BLOB,                           -- of a symbolic link
     image    INTEGER,                        -- local bytes of a regular file; NULL when none are here
-    manifest INTEGER,                        -- sealed content; NULL while unsealed. image and manifest are never both NULL
+    manifest INTEGER,                        -- sealed content; NULL while unsealed; never NULL together with image
     changed  INTEGER NOT NULL,               -- stamp of the last change of content or attributes
-    dirty    INTEGER NOT NULL DEFAULT 0,     -- directories: 0 `tree` says what it holds, 1 differs since a merge, 2 since a change here
+    dirty    INTEGER NOT NULL DEFAULT 0,     -- directories: 0 `tree` is right, 1 merged since, 2 changed here since
     expanded INTEGER NOT NULL DEFAULT 1,     -- directories: 0 while rows of `source` wait to be merged into it
-    tree     BLOB,                           -- directories: digest of the tree object that says what it holds (when dirty = 0)
+    tree     BLOB,                           -- directories: digest of the tree object with its entries (dirty = 0)
     tree_body BLOB                           -- that tree's canonical JSON where it is inlined, else NULL
 );
 CREATE INDEX inode_orphan ON inode (nlink) WHERE nlink = 0;

@@ -70,6 +70,7 @@ class Totals:
     def manifests_under(self, ino: Inode) -> list[int]:
         """The manifests of regular files at or below *ino*."""
         rows = self._db.execute(
-            _UNDER + "SELECT DISTINCT i.manifest FROM tree JOIN inode i USING (ino) WHERE i.manifest IS NOT NULL", (ino,)
+            _UNDER + "SELECT DISTINCT i.manifest FROM tree JOIN inode i USING (ino) WHERE i.manifest IS NOT NULL",
+            (ino,),
         )
         return [row[0] for row in rows]
