@@ -120,13 +120,13 @@ class FileSystem:
     async def getattr(self, ino: Inode) -> Attributes:
         return self.attributes(self._names.inode(ino))
 
-    async def list(self, directory: Inode) -> list[tuple[bytes, Inode]]:
+    async def entries(self, directory: Inode) -> list[tuple[bytes, Inode]]:
         """Live entries ordered by name, without . and .."""
         await self._look(directory)
         row = self._names.inode(directory)
         if not stat.S_ISDIR(row.mode):
             raise NotDirectory(f"inode {directory} is not a directory")
-        return self._names.list(directory)
+        return self._names.entries(directory)
 
     async def readlink(self, ino: Inode) -> bytes:
         row = self._names.inode(ino)

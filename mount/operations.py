@@ -217,7 +217,7 @@ class Operations(pyfuse3.Operations):
         """Entries as they were when the listing began, less what is gone since: nothing twice, nothing skipped."""
         ino, names = self._listings[fh]
         if names is None or start_id == 0:
-            names = await self._fs.list(ino)
+            names = await self._fs.entries(ino)
             self._listings[fh] = (ino, names)
         for index in range(start_id, len(names)):
             name, child = names[index]

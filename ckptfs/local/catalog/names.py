@@ -182,7 +182,7 @@ class Names:
             raise NameMissing(f"no entry {name!r} in directory {parent}")
         return InodeRow(*row)
 
-    def list(self, parent: Inode) -> list[tuple[bytes, Inode]]:
+    def entries(self, parent: Inode) -> list[tuple[bytes, Inode]]:
         """Live entries of a directory, ordered by name."""
         return [
             (row[0], Inode(row[1]))
