@@ -118,6 +118,8 @@ class OpenFiles:
         self._written: Counter[ImageId] = Counter()
         self.on_closed: Callable[[ImageId], None] = lambda image: None
         """Called when the last writer of a changed file closed it: time to seal."""
+        self.on_idle: Callable[[Image], None] = lambda image: image.close()
+        """Takes over an image that nobody has open, but whose fetched chunks are not recorded yet; closes it."""
 
     # What others ask
 
@@ -380,7 +382,7 @@ class OpenFiles:
                 self._store.contents.drop_image(old.id)
             if old_manifest is not None:
                 self._store.contents.drop_unneeded_manifests([old_manifest])
-        os.close(old.fd)
+        old.close()
         self._by_image.pop(old.id, None)
         if not needed:
             self._store.sync.delete_later(old.id)
@@ -415,7 +417,10 @@ class OpenFiles:
             self._finish_writing(file)
         del self._files[file.ino]
         self._by_image.pop(file.image.id, None)
-        os.close(file.image.fd)
+        if file.image.unrecorded:
+            self.on_idle(file.image)
+        else:
+            file.image.close()
 
     async def finish(self) -> None:
         """Clean stop: whatever is still open is closed as it is."""

@@ -101,6 +101,9 @@ class Contents:
         ).fetchone()
         return ManifestRow(*row)
 
+    def has_manifest(self, manifest: int) -> bool:
+        return self._db.execute("SELECT 1 FROM manifest WHERE id = ?", (manifest,)).fetchone() is not None
+
     def manifest_by_digest(self, digest: ObjectId) -> int | None:
         row = self._db.execute("SELECT id FROM manifest WHERE digest = ? LIMIT 1", (digest,)).fetchone()
         return int(row[0]) if row else None
