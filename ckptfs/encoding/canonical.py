@@ -98,6 +98,8 @@ def embed(name: ObjectId, body: bytes | None) -> object:
 
     Raises FormatError when *body* is not canonical or not what *name* says.
     """
+    if len(name) != DIGEST_BYTES:
+        raise FormatError("an object's name is not 32 bytes")
     if body is None:
         return name.hex()
     if object_id(body) != name:

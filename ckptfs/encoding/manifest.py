@@ -247,7 +247,7 @@ def _read_tensor(row: object) -> TensorSpan:
     if len(shape) > _DIMENSIONS_MOST:
         raise FormatError(f"a tensor of more than {_DIMENSIONS_MOST} dimensions")
     return TensorSpan(
-        string(row[0], "tensor name"),
+        string(row[0], "tensor name", OBJECT_LIMIT),  # no name may keep a file from being sealed
         string(row[1], "tensor dtype", 32),
         tuple(integer(length, "tensor dimension") for length in shape),
         integer(row[3], "tensor start"),

@@ -23,6 +23,7 @@ TARGET_MOST = 4095
 XATTR_MOST = 65536
 """XATTR_SIZE_MAX of Linux, for one value."""
 _NEVER = Stamp(0)
+_MODE_MOST = 0o177777
 _OWNER_MOST = (1 << 32) - 1
 _TIME_LEAST = -(1 << 63)
 _FORMATS = frozenset(
@@ -136,7 +137,6 @@ def _read_entry(row: object, optional: tuple[str, ...]) -> Entry:
         _check_name(entry.name)
         return entry
     check_keys(value, "entry", _ENTRY_NEEDED, _ENTRY_KEYS, optional)
-    mode = value["mode"]
     manifest, manifest_body = unembed(value["manifest"]) if "manifest" in value else (None, None)
     tree, tree_body = unembed(value["tree"]) if "tree" in value else (None, None)
     xattrs = _read_xattrs(value["xattrs"]) if "xattrs" in value else ()
@@ -144,7 +144,7 @@ def _read_entry(row: object, optional: tuple[str, ...]) -> Entry:
         untext(value["name"]),
         Stamp(integer(value["stamp"], "stamp")),
         FileId(id_of(value["id"], "file id")),
-        integer(mode, "mode"),
+        integer(value["mode"], "mode", 0, _MODE_MOST),
         integer(value["uid"], "uid", 0, _OWNER_MOST),
         integer(value["gid"], "gid", 0, _OWNER_MOST),
         integer(value["rdev"], "rdev", 1) if "rdev" in value else 0,
@@ -177,10 +177,10 @@ def _check_name(name: bytes) -> None:
 
 
 def _check_entry(entry: Entry) -> None:
-    """Raise FormatError unless name, kind and what belongs to the kind agree. Numbers are checked by `_read_entry`."""
+    """Raise FormatError unless name, kind and what belongs to the kind agree. `_read_entry` checks the numbers."""
     _check_name(entry.name)
     kind = stat.S_IFMT(entry.mode)
-    if kind not in _FORMATS or entry.mode > 0o177777:
+    if kind not in _FORMATS:
         raise FormatError(f"mode {entry.mode:#o} is of no kind of file")
     if (entry.target is not None) != (kind == stat.S_IFLNK):
         raise FormatError("a symbolic link has no target, or something else has one")
