@@ -16,6 +16,7 @@
     │   ├── TooManyLinks
     │   └── ContentUnavailable     bytes exist but cannot be had: remote down or damaged, image poisoned
     ├── StoreError                 the local store cannot be used (in use, wrong disk, damaged, newer version)
+    ├── MountError                 a directory cannot be mounted, unmounted or found to be a mount
     ├── FormatError                stored bytes do not decode, or their digest differs
     └── RemoteError                the object store; `temporary` says whether to try again
         ├── ObjectMissing
@@ -92,6 +93,10 @@ class ContentUnavailable(FileSystemError):
 
 class StoreError(CkptfsError):
     """The local store cannot be used."""
+
+
+class MountError(CkptfsError):
+    """A directory cannot be mounted or unmounted, or no ckptfs is mounted there."""
 
 
 class FormatError(CkptfsError):

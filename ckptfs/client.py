@@ -1,0 +1,231 @@
+"""Talking to a mount's daemon: where it is, the control socket's client side, and the Python interface on top.
+
+The standard library alone: a trainer may import this next to anything. The mount is always another process, started
+through the `ckptfs` command, so that neither the interpreter lock nor a fork in the trainer can stop it.
+
+The protocol: a Unix socket in the store; the client sends one JSON object on one line, `{"op": ..., ...}`; the daemon
+answers with any number of `{"progress": ...}` lines and then `{"result": ...}` or `{"error": message, "kind": class}`.
+Hanging up cancels what was asked. Paths inside a mount travel as text with surrogate escapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfs import errors
+from ckptfs.errors import CkptfsError, MountError
+from ckptfs.local.mountinfo import CKPTFS_TYPE, mount_of
+
+CONTROL_SOCKET = "control.sock"
+STORE_XATTR = "user.ckptfs.store"
+TARGETS = ("sealed", "replicated", "verified")
+
+SILENCE_S = 60.0
+"""The daemon reports at least every second while it works; after this long without a word it counts as hung."""
+
+_MOST_LINE_BYTES = 64 << 20  # a status that names many sets; only a bound on nonsense
+
+PathLike = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path, seen from the daemon that serves it."""
+
+    mountpoint: str
+    store: Path
+    inside: bytes
+    """The path from the mount's root, beginning with `/`."""
+
+
+def locate(path: PathLike) -> Place:
+    """Find the mount that *path* (which need not exist) lies in.
+
+    Raises MountError when it lies in no ckptfs mount, or in one whose daemon is gone.
+    """
+    real = os.path.realpath(_absolute(path))
+    mount = mount_of(real)
+    if mount is None or mount.type != CKPTFS_TYPE:
+        raise MountError(f"{os.fsdecode(path)}: not in a ckptfs mount")
+    try:
+        store = os.getxattr(mount.mountpoint, STORE_XATTR)
+    except OSError as error:
+        raise MountError(
+            f"{mount.mountpoint}: the daemon of this mount does not answer ({error.strerror}); "
+            f"run `ckptfs mount {mount.mountpoint}` again to clean up and carry on"
+        ) from error
+    inside = os.path.normpath(os.path.join(mount.root, os.path.relpath(real, mount.mountpoint)))
+    return Place(mount.mountpoint, Path(os.fsdecode(store)), os.fsencode(inside))
+
+
+class Conversation:
+    """One request to the daemon of *store*, open until its result was read.
+
+    A context manager; leaving it early hangs up, which cancels the request. Raises MountError when nobody listens.
+    """
+
+    def __init__(self, store: Path, op: str, **fields: Any) -> None:
+        self._socket = _connect(store)
+        self._buffer = b""
+        self._socket.settimeout(SILENCE_S)
+        try:
+            self._socket.sendall(json.dumps({"op": op, **fields}).encode() + b"\n")
+        except OSError as error:
+            self._socket.close()
+            raise MountError(f"the daemon of {store} hung up: {error.strerror}") from error
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def result(self, on_progress: Callable[[dict[str, Any]], None] | None = None) -> Any:
+        """The answer; each progress report before it goes to *on_progress*.
+
+        Raises what the daemon raised, as the class of that name in `ckptfs.errors`, and MountError when it ended.
+        """
+        while True:
+            message = json.loads(self._line())
+            if "progress" in message:
+                if on_progress is not None:
+                    on_progress(message["progress"])
+            elif "error" in message:
+                raise _error(message["error"], message.get("kind", ""))
+            else:
+                return message["result"]
+
+    def ended(self) -> None:
+        """Wait until the daemon has closed its end."""
+        try:
+            while self._socket.recv(4096):
+                pass
+        except OSError:
+            pass  # reset: as good as closed
+
+    def _line(self) -> bytes:
+        while b"\n" not in self._buffer:
+            try:
+                more = self._socket.recv(1 << 16)
+            except TimeoutError as error:
+                raise MountError(f"the daemon has not said a word for {SILENCE_S:.0f} s: it hangs") from error
+            except OSError as error:
+                raise MountError(f"the daemon hung up: {error.strerror}") from error
+            if not more or len(self._buffer) > _MOST_LINE_BYTES:
+                raise MountError("the daemon ended before it answered; its log is daemon.log in the store")
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
+def ask(store: Path, op: str, on_progress: Callable[[dict[str, Any]], None] | None = None, **fields: Any) -> Any:
+    """Send one request to the daemon of *store* and return its result; see `Conversation`."""
+    with Conversation(store, op, **fields) as conversation:
+        return conversation.result(on_progress)
+
+
+def status(path: PathLike) -> dict[str, Any]:
+    """What is safe and what is not in the mount that holds *path*; `ckptfs status --json` prints the same."""
+    place = locate(path)
+    answer: dict[str, Any] = ask(place.store, "status", path=os.fsdecode(place.inside))
+    return answer
+
+
+def wait(path: PathLike, for_: str = "replicated", timeout: float | None = None) -> bool:
+    """Wait until everything under *path* is "sealed", "replicated" or "verified"; False after *timeout* seconds.
+
+    What is there now is cut at once: nothing waits for the settle time.
+    """
+    if for_ not in TARGETS:
+        raise ValueError(f"for_ must be one of {', '.join(TARGETS)}, not {for_!r}")
+    place = locate(path)
+    answer = ask(place.store, "wait", path=os.fsdecode(place.inside), target=for_, timeout_s=timeout)
+    return bool(answer["reached"])
+
+
+def publish(path: PathLike) -> None:
+    """Make what is under *path* visible on the remote now, without waiting for it to settle; returns when it is."""
+    place = locate(path)
+    ask(place.store, "publish", path=os.fsdecode(place.inside))
+
+
+@contextlib.contextmanager
+def mounted(
+    mountpoint: PathLike,
+    *,
+    remote: str | None = None,
+    store: PathLike | None = None,
+    read_only: bool = False,
+    wait: bool = True,
+    options: tuple[str, ...] = (),
+) -> Iterator[Path]:
+    """Mount for the length of a `with` block; gives the mountpoint.
+
+    The daemon is a process of its own. At the end, also after an exception, uploads are waited for (unless *wait* is
+    False: then the next mount of the same store goes on with them) and the directory is unmounted. *options* are
+    further options of `ckptfs mount`. Raises MountError with the command's own words.
+    """
+    path = _absolute(mountpoint)
+    command = ["mount", *options]
+    if remote is not None:
+        command += ["--remote", remote]
+    if store is not None:
+        command += ["--store", _absolute(store)]
+    if read_only:
+        command.append("--read-only")
+    _run([*command, "--", path])
+    try:
+        yield Path(path)
+    finally:
+        _run(["umount", *([] if wait else ["--no-wait"]), "--", path], fine=(0,) if wait else (0, 3))
+
+
+def _absolute(path: PathLike) -> str:
+    return os.path.abspath(os.path.expanduser(os.fsdecode(path)))
+
+
+def _run(arguments: list[str], fine: tuple[int, ...] = (0,)) -> None:
+    # From "/", because -m puts the current directory first on the module path, and users' directories hold anything.
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptfs_mount", *arguments],
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode not in fine:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise MountError(said[-1] if said else f"ckptfs {arguments[0]} failed with status {done.returncode}")
+
+
+def _connect(store: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        directory = os.open(store, os.O_PATH | os.O_DIRECTORY)
+        try:
+            # Through the descriptor, because a socket's path ends at 107 bytes and a store's does not.
+            connection.settimeout(SILENCE_S)
+            connection.connect(f"/proc/self/fd/{directory}/{CONTROL_SOCKET}")
+        finally:
+            os.close(directory)
+    except OSError as error:
+        connection.close()
+        raise MountError(f"no daemon answers for the store {store}: {error.strerror}") from error
+    return connection
+
+
+def _error(message: str, kind: str) -> CkptfsError:
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, CkptfsError):
+        return found(message)
+    return CkptfsError(message)

@@ -1,0 +1,42 @@
+"""The `ckptfs` command: one module a group of commands. Parses and prints; what is done is done elsewhere.
+
+Exit status: 0 done and safe; 1 not done, with one line on stderr; 2 wrong usage; 3 done or given up, but something is
+not safe yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptfs.errors import CkptfsError
+
+from .mounting import auth, daemon, mount, umount
+from .seeing import list_remote, publish, status, wait
+
+
+class _Commands(click.Group):
+    """Turns our errors into one line and status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (CkptfsError, OSError) as error:
+            raise click.ClickException(" ".join(str(error).split())) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ckptfs")
+def main() -> None:
+    """A checkpoint file system: mount a directory, write checkpoints at local speed, have them replicated.
+
+    \b
+      ckptfs mount ~/ckpt --remote s3://bucket/run
+      python train.py --output_dir ~/ckpt/exp1
+      ckptfs umount ~/ckpt
+    """
+
+
+for _command in (mount, umount, auth, daemon, status, wait, publish, list_remote):
+    main.add_command(_command)

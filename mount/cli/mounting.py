@@ -1,0 +1,331 @@
+"""`ckptfs mount`, `umount` and `auth`, and the hidden command that is the daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptfs.client import Conversation, Place, ask, locate
+from ckptfs.errors import MountError, StoreError
+from ckptfs.local.mountinfo import CKPTFS_TYPE
+from ckptfs.local.probe import Probe, probe
+
+from .. import mountpoint as mounts
+from .. import placement
+from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter
+from .output import DURATION, files, size
+from .waiting import Waiting
+
+_LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
+
+
+@click.command()
+@click.argument("mountpoint")
+@click.option("--remote", metavar="URL", help="Where to replicate to: s3://bucket/prefix or file:///directory.")
+@click.option("--store", metavar="DIR", help="Where local bytes lie [default: $CKPTFS_STORE, or one per mountpoint].")
+@click.option("--foreground", is_flag=True, help="Stay, log to stderr, and stop on Ctrl-C.")
+@click.option("--read-only", is_flag=True, help="Change nothing, here or on the remote.")
+@click.option("--allow-other/--no-allow-other", default=None, help="Let other users in [default: only when root].")
+@click.option(
+    "--owner",
+    metavar="mine|stored|UID:GID",
+    help="Whom files belong to: the mounting user (default), or whoever is stored (default for root).",
+)
+@click.option("--force", is_flag=True, help="Use a store on a disk that is not fit for one.")
+@click.option("--settle", type=DURATION, help="Publish unrecognised layouts after this long without a new name [5s].")
+@click.option("--lag", type=DURATION, help="How old the view of other writers may be [2s].")
+@click.option("--max-lag", type=DURATION, help="Publish what stays incomplete after this long [120s].")
+@click.option("--stop-timeout", type=DURATION, help="After SIGTERM, serve and upload for at most this long [25s].")
+def mount(
+    mountpoint: str,
+    remote: str | None,
+    store: str | None,
+    foreground: bool,
+    read_only: bool,
+    allow_other: bool | None,
+    owner: str | None,
+    force: bool,
+    settle: float | None,
+    lag: float | None,
+    max_lag: float | None,
+    stop_timeout: float | None,
+) -> None:
+    """Mount MOUNTPOINT; returns when the directory is ready.
+
+    The store remembers the options: the next time, MOUNTPOINT is enough. On a mount that is already there, this hands
+    the daemon this shell's AWS_* variables. After a crash it cleans up first.
+    """
+    mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
+    if mounts.clear_dead(mountpoint):
+        click.echo(f"cleaned up {mountpoint}: its daemon was killed")
+    found = mounts.mounted_at(mountpoint)
+    if found is not None and found.type == CKPTFS_TYPE:
+        _already_mounted(mountpoint, remote, store)
+        return
+    mounts.check_fuse(allow_other=bool(allow_other))
+    chosen = placement.choose(mountpoint, store)
+    placement.check(mountpoint, chosen)
+    order = Order(
+        mountpoint=mountpoint,
+        store=str(chosen),
+        remote=remote,
+        read_only=read_only,
+        allow_other=allow_other,
+        owner=owner,
+        settle_s=settle,
+        lag_s=lag,
+        max_lag_s=max_lag,
+        stop_timeout_s=stop_timeout,
+    )
+    created = mounts.prepare(mountpoint)
+    try:
+        _examine(chosen, force)
+        _take_over(chosen)
+        if foreground:
+            sys.exit(_serve_here(order))
+        _start(order)
+    except BaseException:
+        if created and mounts.mounted_at(mountpoint) is None:
+            _remove_if_empty(mountpoint)
+        raise
+    _announce(order)
+
+
+@click.command()
+@click.argument("mountpoint")
+@click.option("--wait/--no-wait", default=True, help="Wait for uploads first [default: wait; Ctrl-C stops waiting].")
+def umount(mountpoint: str, wait: bool) -> None:
+    """Unmount MOUNTPOINT, once everything is on the remote.
+
+    Exit status 3: unmounted, but something is only in the store; the next mount goes on with it.
+    """
+    mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
+    if mounts.clear_dead(mountpoint):
+        click.echo(
+            f"unmounted {mountpoint}, whose daemon was killed; what was pending is in its store: "
+            f"`ckptfs mount {mountpoint}` goes on with it"
+        )
+        sys.exit(EXIT_PENDING)
+    found = mounts.mounted_at(mountpoint)
+    if found is None or found.type != CKPTFS_TYPE:
+        raise MountError(f"{mountpoint}: no ckptfs is mounted here")
+    place = locate(mountpoint)
+    os.chdir("/")  # a shell in the mount keeps it busy, this command does not
+    users = mounts.users(mountpoint)
+    if users or mounts.mounts_below(mountpoint):
+        raise mounts.MountBusy(mountpoint, users)
+    sys.exit(_tell_end(mountpoint, _end(place, wait)))
+
+
+@click.command()
+@click.argument("mountpoint")
+def auth(mountpoint: str) -> None:
+    """Hand the daemon of MOUNTPOINT the AWS_* variables of this shell."""
+    place = locate(os.path.expanduser(mountpoint))
+    if not _hand_over(place):
+        raise MountError("this shell has no AWS_* variables to hand over")
+
+
+@click.command(hidden=True)
+@click.argument("report_fd", type=int)
+@click.argument("order")
+def daemon(report_fd: int, order: str) -> None:
+    """Be the daemon of a mount, on behalf of `ckptfs mount`."""
+    reporter = PipeReporter(report_fd)
+    from ..daemon import serve  # pyfuse3 and boto3 stay out of every other command
+
+    sys.exit(serve(Order.load(order), reporter, foreground=False))
+
+
+class _ForegroundReporter:
+    """Tells the terminal."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    def note(self, text: str) -> None:
+        click.echo(text)
+
+    def ready(self) -> None:
+        _announce(self._order)
+
+    def error(self, text: str) -> None:
+        click.echo(f"Error: {text}", err=True)
+
+    def ended(self, text: str) -> None:
+        click.echo(f"unmounted {self._order.mountpoint}: {text}")
+
+
+def _already_mounted(mountpoint: str, remote: str | None, store: str | None) -> None:
+    place = locate(mountpoint)
+    there = ask(place.store, "hello")
+    if store is not None and Path(os.path.realpath(os.path.expanduser(store))) != place.store:
+        raise MountError(f"{mountpoint} is mounted already, with the store {place.store}: unmount it first")
+    if remote is not None and remote.rstrip("/") != there["remote"]:
+        raise MountError(f"{mountpoint} is mounted already, with {there['remote'] or 'no remote'}: unmount it first")
+    click.echo(f"{mountpoint} is mounted already (pid {there['pid']})")
+    _hand_over(place)
+
+
+def _hand_over(place: Place) -> bool:
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    if env:
+        names = ask(place.store, "credentials", env=env)["names"]
+        click.echo(f"handed over {', '.join(names)}")
+    return bool(env)
+
+
+def _examine(store: Path, force: bool) -> None:
+    """Print what the store's disk is like; raises StoreError when it is not fit and *force* is not given."""
+    created = not store.exists()
+    try:
+        store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found: Probe = probe(store)
+    except OSError as error:
+        raise StoreError(f"the store {store} cannot be used: {error.strerror}") from error
+    if found.refusal is not None and not force:
+        if created:
+            _remove_if_empty(str(store))
+        raise StoreError(f"the store {store}: {found.refusal}; choose another (--store), or insist with --force")
+    click.echo(
+        f"store   {store} ({found.filesystem}, {size(found.free_bytes)} free of {size(found.total_bytes)})"
+    )
+    for warning in (*found.warnings, *([found.refusal] if found.refusal else [])):
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _take_over(store: Path) -> None:
+    """Let a daemon that has no mount any more go on in us; raises StoreError when one still has."""
+    if _lock_is_free(store):
+        return
+    try:
+        there = ask(store, "hello")
+    except MountError:
+        there = None  # killed and not quite gone, or still starting: the lock decides
+    if there is not None:
+        if there["mounted"]:
+            raise StoreError(
+                f"the store {store} is in use by process {there['pid']}, which mounts it at {there['mountpoint']}"
+            )
+        with Conversation(store, "unmount", wait=False) as conversation:
+            conversation.result()
+            conversation.ended()
+    deadline = time.monotonic() + _LAST_BREATH_S
+    while not _lock_is_free(store) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _lock_is_free(store: Path) -> bool:
+    try:
+        fd = os.open(store / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _start(order: Order) -> None:
+    """Start the daemon and wait until it is ready. Raises MountError with what it says."""
+    reading, writing = os.pipe()
+    log = os.open(Path(order.store) / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptfs_mount", "daemon", str(writing), order.dump()],
+        cwd="/",  # -m puts the current directory first on the module path
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(writing,),
+        start_new_session=True,  # a terminal's Ctrl-C and hang-up are not for it
+    )
+    os.close(writing)
+    os.close(log)
+    try:
+        with open(reading, encoding="utf-8") as report:
+            for line in report:
+                message: dict[str, Any] = json.loads(line)
+                if "note" in message:
+                    click.echo(message["note"])
+                elif "error" in message:
+                    raise MountError(message["error"])
+                elif "ready" in message:
+                    return
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    raise MountError(f"the daemon ended unexpectedly; see {Path(order.store) / LOG_NAME}")
+
+
+def _serve_here(order: Order) -> int:
+    from ..daemon import serve
+
+    return serve(order, _ForegroundReporter(order), foreground=True)
+
+
+def _announce(order: Order) -> None:
+    placement.remember(order.mountpoint, Path(order.store))
+    remote = ask(Path(order.store), "hello")["remote"] if order.remote is None else order.remote
+    click.echo(f"remote  {remote}" if remote else "remote  none: the store alone")
+    click.echo(f"mounted {order.mountpoint}")
+
+
+def _end(place: Place, wait: bool) -> dict[str, Any]:
+    """Wait for uploads if *wait*, unmount, and return the daemon's summary when the store is closed."""
+    unmounted = False
+    with Conversation(place.store, "unmount", wait=wait) as conversation, Waiting("uploading") as waiting:
+
+        def follow(report: dict[str, Any]) -> None:
+            nonlocal unmounted
+            if report.get("ready"):
+                waiting.end()
+                mounts.unmount(place.mountpoint)
+                unmounted = True
+            elif "pending_bytes" in report:
+                waiting.show(report)
+
+        try:
+            summary: dict[str, Any] = conversation.result(follow)
+            conversation.ended()
+            return summary
+        except KeyboardInterrupt:
+            if unmounted:
+                raise MountError(f"{place.mountpoint} is unmounted; its daemon is about to end") from None
+    click.echo("not waiting any longer", err=True)
+    return _end(place, wait=False)
+
+
+def _tell_end(mountpoint: str, summary: dict[str, Any]) -> int:
+    """Print the summary; the exit status."""
+    left = summary["pending"]
+    if summary["remote"] is None:
+        click.echo(f"unmounted {mountpoint}; everything is in the store {summary['store']}, and only there")
+        return 0
+    if not left["files"] and not left["bytes"]:
+        sent = f", {size(summary['sent_bytes'])} of it sent just now" if summary["sent_bytes"] else ""
+        click.echo(f"unmounted {mountpoint}; everything is on {summary['remote']}{sent}")
+        return 0
+    click.echo(
+        f"unmounted {mountpoint}; NOT on {summary['remote']} yet: {files(left['files'])}, {size(left['bytes'])}. "
+        f"They are in the store {summary['store']}; `ckptfs mount {mountpoint}` goes on with them"
+        + (f". Last error: {summary['last_error']}" if summary["last_error"] else "")
+    )
+    return EXIT_PENDING
+
+
+def _remove_if_empty(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:
+        pass

@@ -1,0 +1,77 @@
+"""Numbers and times as people write and read them."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[float]
+else:
+    _ParamType = click.ParamType  # not generic before click 8.3
+
+_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|[smhd]?)\s*")
+
+
+class Duration(_ParamType):
+    """Seconds, or a number with ms, s, m, h or d."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = _DURATION.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h", param, ctx)
+        return float(match[1]) * _UNITS[match[2]]
+
+
+DURATION = Duration()
+
+
+def size(size_bytes: float | None) -> str:
+    """Bytes in the largest unit (powers of 1024) that gives at least 1."""
+    if size_bytes is None:
+        return "?"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB" if size_bytes < 1024 else f"{size_bytes / 1024:.1f} PiB"
+
+
+def duration(seconds: float | None) -> str:
+    """About how long; `?` when nobody knows."""
+    if seconds is None:
+        return "?"
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def ago(moment_s: float | None) -> str:
+    """How long before now *moment_s* (seconds since 1970) was."""
+    return "never" if moment_s is None else f"{duration(max(0.0, time.time() - moment_s))} ago"
+
+
+def files(count: int | None) -> str:
+    return "files" if count is None else f"{count} file" if count == 1 else f"{count} files"
+
+
+def pending(progress: dict[str, Any]) -> str:
+    """What a progress report says is left, with an estimate."""
+    left = f"{files(progress['pending_files'])}, {size(progress['pending_bytes'])}"
+    if progress.get("rate_bytes_s"):
+        left += f", {size(progress['rate_bytes_s'])}/s"
+    if progress.get("eta_s") is not None:
+        left += f", about {duration(progress['eta_s'])}"
+    if progress.get("last_error"):
+        left += f"; last error: {progress['last_error']}"
+    return left

@@ -1,0 +1,168 @@
+"""`ckptfs status`, `wait`, `publish` and `ls`: what is safe, and what is on a remote."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import time
+from typing import Any
+
+import click
+
+from ckptfs.client import TARGETS, ask, locate
+from ckptfs.client import status as ask_status
+from ckptfs.errors import MountError
+from ckptfs.local.mountinfo import CKPTFS_TYPE, mounts
+
+from ..order import EXIT_PENDING
+from .output import DURATION, ago, files, pending, size
+from .output import duration as in_words
+from .waiting import Waiting
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document on stdout.")
+
+
+@click.command()
+@click.argument("path", required=False)
+@_JSON
+def status(path: str | None, as_json: bool) -> None:
+    """What would be lost if this machine vanished now; then what is mounted and pending.
+
+    Of the mount that holds PATH, or of every mount.
+    """
+    paths = [path] if path is not None else [each.mountpoint for each in mounts() if each.type == CKPTFS_TYPE]
+    if as_json:
+        found = [ask_status(each) for each in paths]
+        click.echo(json.dumps(found if path is None else found[0], indent=1))
+        return
+    if not paths:
+        raise MountError("no ckptfs is mounted here")
+    for number, each in enumerate(paths):
+        if number:
+            click.echo()
+        try:
+            _show(ask_status(each), asked=path is not None)
+        except MountError as error:
+            if path is not None:
+                raise
+            click.echo(f"{each}: {error}")  # a dead mount must not hide the others
+
+
+@click.command()
+@click.argument("path")
+@click.option("--for", "target", type=click.Choice(TARGETS), default="replicated", show_default=True)
+@click.option("--timeout", type=DURATION, help="Give up after this long, with exit status 3.")
+@_JSON
+def wait(path: str, target: str, timeout: float | None, as_json: bool) -> None:
+    """Wait until everything under PATH is sealed, replicated or verified.
+
+    What is there is cut at once, without waiting for it to settle. Exit status 3: not reached in time.
+    """
+    place = locate(path)
+    with Waiting("waiting", quiet=as_json) as waiting:
+        answer = ask(
+            place.store, "wait", waiting.show, path=os.fsdecode(place.inside), target=target, timeout_s=timeout
+        )
+    if as_json:
+        click.echo(json.dumps({"path": path, "target": target, **answer}))
+    elif not answer["reached"]:
+        click.echo(f"{path} is {answer['state']}, not {target}, after {in_words(timeout)}", err=True)
+    if not answer["reached"]:
+        sys.exit(EXIT_PENDING)
+
+
+@click.command()
+@click.argument("path")
+@_JSON
+def publish(path: str, as_json: bool) -> None:
+    """Make what is under PATH visible on the remote now; returns when it is."""
+    place = locate(path)
+    with Waiting("publishing", quiet=as_json) as waiting:
+        answer = ask(place.store, "publish", waiting.show, path=os.fsdecode(place.inside))
+    if as_json:
+        click.echo(json.dumps({"path": path, "published": True, **answer}))
+
+
+@click.command("ls")
+@click.argument("url")
+@click.option("-R", "--recursive", is_flag=True, help="Everything below, too.")
+@_JSON
+def list_remote(url: str, recursive: bool, as_json: bool) -> None:
+    """List what is published at URL (s3://bucket/prefix or file:///directory, and a path in it), without mounting."""
+    from ckptfs.replica.browse import RemoteView, find_remote  # brings boto3
+
+    remote, inside = find_remote(url)
+    view = RemoteView(remote)
+    found = list(view.walk(inside)) if recursive else [(entry.name, entry) for entry in view.entries(inside)]
+    if as_json:
+        rows = [
+            {
+                "path": os.fsdecode(path),
+                "mode": stat.filemode(entry.mode),
+                "size": entry.size,
+                "mtime_s": entry.mtime_ns / 1e9,
+                "uid": entry.uid,
+                "gid": entry.gid,
+                "target": None if entry.target is None else os.fsdecode(entry.target),
+            }
+            for path, entry in found
+        ]
+        click.echo(json.dumps(rows, indent=1))
+        return
+    width = max((len(str(entry.size)) for _, entry in found), default=0)
+    for path, entry in found:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.mtime_ns / 1e9))
+        arrow = b"" if entry.target is None else b" -> " + entry.target
+        # Names are bytes; a terminal gets them as they are.
+        click.echo(f"{stat.filemode(entry.mode)} {entry.size:>{width}} {when} ".encode() + path + arrow)
+
+
+def _show(document: dict[str, Any], *, asked: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    mount, risk = document["mount"], document["at_risk"]
+    if document["safe"]:
+        console.print(Text("If this machine vanished now, nothing would be lost.", style="bold green"))
+    else:
+        console.print(Text(f"If this machine vanished now, {_lost(document)} would be lost.", style="bold red"))
+        for each in risk["sets"]:
+            console.print(Text(f"  {each if isinstance(each, str) else each['path']}"))
+    safe_set = document["newest_safe_set"]
+    if safe_set is not None:
+        console.print(Text(f"The newest complete set that is safe: {safe_set['path']} ({ago(safe_set['at'])})."))
+    elif document["remote"] is not None:
+        console.print(Text("No complete set is safe yet."))
+    rows = [
+        ("mount", f"{mount['mountpoint']}{', read-only' if mount['read_only'] else ''}"
+                  f"{', stopping' if mount['stopping'] else ''} (pid {mount['pid']}, since {ago(mount['since_s'])})"),
+        ("remote", document["remote"] or "none: the store alone"),
+        ("store", mount["store"]),
+    ]  # fmt: skip
+    if asked:
+        rows.append(("state", f"{document['path']} is {document['state']}"))
+    if document["remote"] is not None:
+        rows.append(("pending", pending({**_pending(document), "eta_s": risk["eta_s"]})))
+        rows.append(("last success", ago(document["last_success_s"])))
+        rows.append(("last error", document["last_error"] or "none"))
+    sizes = document["bytes"]
+    rows.append(("bytes", f"{size(sizes['logical'])} in files, {size(sizes['stored'])} stored here, "
+                          f"{size(sizes['uploaded'])} uploaded"))  # fmt: skip
+    for name, value in rows:
+        console.print(Text(f"{name:<13}", style="bold") + Text(value))
+
+
+def _lost(document: dict[str, Any]) -> str:
+    risk = document["at_risk"]
+    if document["remote"] is None:
+        return f"everything ({size(risk['bytes'])})"
+    lost = f"{files(risk['files'])}, {size(risk['bytes'])}"
+    return lost if risk["eta_s"] is None else f"{lost} (safe in about {in_words(risk['eta_s'])})"
+
+
+def _pending(document: dict[str, Any]) -> dict[str, Any]:
+    left = document["pending"]
+    return {"pending_files": left["files"], "pending_bytes": left["bytes"]}

@@ -1,0 +1,383 @@
+"""The daemon's life: check everything, mount, serve, drain, unmount, leave a clean store.
+
+One process, one trio loop. `ckptfs mount` starts it detached (or becomes it, with --foreground) and hears from it
+through a `Reporter`: notes, then either ready or one error. Nothing is mounted before the store is open and the remote
+has answered. The end comes in one of three ways:
+
+- `ckptfs umount` drains through the control socket, then unmounts: the loop ends, and so do we, at once.
+- Somebody unmounts by other means: what is pending is uploaded for up to `stop_timeout_s`, then we end.
+- SIGTERM: the trainer got it too and saves *now*. We serve on and drain, until all is uploaded and nothing was open
+  for writing for a while, or until `stop_timeout_s`; then we unmount. A second signal skips the waiting.
+
+However it ends, the store is left clean and the log says what is safe and what is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import logging
+import logging.handlers
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyfuse3
+import trio
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+from ckptfs.engine import Engine
+from ckptfs.errors import CkptfsError, MountError
+from ckptfs.local.store import Store
+from ckptfs.remote.base import ObjectStore
+from ckptfs.remote.open import open_remote
+from ckptfs.remote.retry import Limits, Retrying
+from ckptfs.replica.admission import admit
+
+from .control import ControlServer
+from .operations import MountOptions, Operations
+from .order import EXIT_PENDING, LOG_NAME, Order, Reporter
+from .requests import Requests
+
+log = logging.getLogger(__name__)
+
+_LOG_BYTES, _LOG_FILES = 10 << 20, 3  # a week of hourly incidents; never in the way of a checkpoint
+
+_QUIET_S = 10.0
+"""After SIGTERM, how long nothing may be open for writing before we believe that the trainer has saved: it may first
+finish its step. Bounded by `stop_timeout_s`; `ckptfs umount` and a second signal do not wait for it."""
+
+_LOOK_EVERY_S = 0.2
+_REMOTE_CHECK_S = 60.0  # a remote that has not answered by then counts as unreachable
+_FIRST_ANSWER_S = 30.0  # from mount(2) to the first answered stat
+_HANDLERS_END_S = 5.0  # requests still being served when the loop is told to end; then they are cancelled
+_ANSWERS_S = 10.0  # for control clients to read the summary
+
+class Daemon:
+    """One mount, from its checks to its end. Built once the store is open; see `run`."""
+
+    def __init__(self, order: Order, store: Store, remote: ObjectStore | None) -> None:
+        self.closing = trio.Event()
+        self.ended = trio.Event()
+        self.summary: Mapping[str, Any] = {}
+        self.announced = False
+        self._order = order
+        self._store = store
+        self._settings = store.settings
+        self._engine = Engine(
+            store, remote, read_only=order.read_only, mount_uid=os.geteuid(), mount_gid=os.getegid()
+        )
+        self._since_s = time.time()
+        self._mounted = False
+        self._stopping = False
+        self._waived = 0
+        self._last_written = 0.0  # trio's clock
+        self._hurry = trio.Event()
+        self._fuse_scope = trio.CancelScope()
+
+    # --- what control requests see of it ---
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "mountpoint": self._order.mountpoint,
+            "store": str(self._store.path),
+            "pid": os.getpid(),
+            "since_s": self._since_s,
+            "mounted": self._mounted,
+            "stopping": self._stopping,
+            "read_only": self._order.read_only,
+            "remote": self._settings.remote,
+        }
+
+    def waive_drain(self) -> None:
+        self._waived += 1
+        if not self._mounted:
+            self._hurry.set()
+
+    def demand_drain(self) -> None:
+        self._waived -= 1
+
+    # --- its life ---
+
+    async def run(self, reporter: Reporter) -> None:
+        """Mount, serve until the mount has ended, close the store. Raises MountError when it cannot be mounted."""
+        control = ControlServer(self._store.path, Requests(self._engine, self).handlers())
+        async with trio.open_nursery() as outer:
+            await outer.start(control.run)
+            try:
+                await self._serve(reporter)
+            finally:
+                self.closing.set()
+                control.retire()
+                self._store.close()
+                self.ended.set()
+                outer.cancel_scope.deadline = trio.current_time() + _ANSWERS_S
+        log.info("ended: %s", summary_line(self.summary))
+        reporter.ended(summary_line(self.summary))
+
+    async def _serve(self, reporter: Reporter) -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._watch_signals, nursery)
+            await nursery.start(self._engine.run)
+            self._mount()
+            try:
+                nursery.start_soon(self._announce, reporter)
+                await self._fuse_loop()
+            finally:
+                self._mounted = False
+                pyfuse3.close(unmount=True)  # does nothing to a mountpoint that is already free
+                log.info("unmounted %s", self._order.mountpoint)
+            if not self._stopping and not self._waived:
+                await self._linger()
+            self.summary = await self._summarise()
+            self.closing.set()
+            nursery.cancel_scope.cancel()
+
+    def _mount(self) -> None:
+        options = {"fsname=ckptfs", "subtype=ckptfs", "default_permissions"}
+        if self._settings.allow_other:
+            options.add("allow_other")
+        if self._order.read_only:
+            options.add("ro")
+        operations = Operations(
+            self._engine.filesystem,
+            MountOptions(
+                owner=_owner(self._settings.owner),
+                state=self._engine.state_of_inode,
+                **({} if self._settings.remote is None else {"cache_s": self._settings.lag_s}),
+            ),
+        )
+        try:
+            pyfuse3.init(operations, self._order.mountpoint, options)
+        except RuntimeError as error:
+            raise MountError(
+                f"the kernel or fusermount3 refused to mount {self._order.mountpoint}; "
+                f"their reason is in {self._store.path / LOG_NAME}"
+            ) from error
+        self._mounted = True
+
+    async def _announce(self, reporter: Reporter) -> None:
+        """Say ready once the kernel has an answer from us."""
+        try:
+            with trio.fail_after(_FIRST_ANSWER_S):
+                await trio.to_thread.run_sync(os.stat, self._order.mountpoint, abandon_on_cancel=True)
+        except (OSError, trio.TooSlowError) as error:
+            raise MountError(f"{self._order.mountpoint} was mounted, but does not answer ({error})") from error
+        log.info("mounted %s, remote %s", self._order.mountpoint, self._settings.remote)
+        reporter.ready()
+        self.announced = True
+
+    async def _fuse_loop(self) -> None:
+        with self._fuse_scope:
+            await pyfuse3.main(max_tasks=99)  # pyfuse3's own default; beyond it, requests wait in the kernel
+
+    async def _watch_signals(self, nursery: trio.Nursery, *, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            task_status.started()
+            async for number in signals:
+                name = signal.Signals(number).name
+                if self._stopping or not self._mounted:
+                    log.warning("%s: stopping now", name)
+                    self._hurry.set()
+                    self._end_loop()
+                else:
+                    self._stopping = True
+                    log.warning("%s: serving on for up to %.0f s; a second one stops at once",
+                                name, self._settings.stop_timeout_s)
+                    nursery.start_soon(self._stop_gently)
+
+    async def _stop_gently(self) -> None:
+        deadline = trio.current_time() + self._settings.stop_timeout_s
+        quiet_s = min(_QUIET_S, self._settings.stop_timeout_s)
+        with trio.move_on_at(deadline):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._watch_writers)
+                while True:
+                    drained = await self._engine.drain(deadline - trio.current_time())
+                    if drained and trio.current_time() - self._last_written >= quiet_s:
+                        break
+                    await trio.sleep(_LOOK_EVERY_S)
+                nursery.cancel_scope.cancel()
+        self._end_loop()
+
+    async def _watch_writers(self, *, task_status: trio.TaskStatus[None]) -> None:
+        self._last_written = trio.current_time()
+        task_status.started()
+        while True:
+            if self._engine.writers_open():
+                self._last_written = trio.current_time()
+            await trio.sleep(_LOOK_EVERY_S)
+
+    def _end_loop(self) -> None:
+        if self._mounted:
+            pyfuse3.terminate()
+            self._fuse_scope.deadline = trio.current_time() + _HANDLERS_END_S
+
+    async def _linger(self) -> None:
+        """After an unmount that nobody waited for: upload what is pending, while there is time."""
+        log.info("uploading for up to %.0f s more", self._settings.stop_timeout_s)
+        async with trio.open_nursery() as nursery:
+
+            async def hurry() -> None:
+                await self._hurry.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(hurry)
+            with trio.move_on_after(self._settings.stop_timeout_s):
+                await self._engine.drain(self._settings.stop_timeout_s)
+            nursery.cancel_scope.cancel()
+
+    async def _summarise(self) -> dict[str, Any]:
+        status = await self._engine.status()
+        progress = self._engine.progress()
+        return {
+            "remote": self._settings.remote,
+            "store": str(self._store.path),
+            "safe": status["safe"],
+            "pending": {"files": progress.pending_files, "bytes": progress.pending_bytes},
+            "at_risk": status["at_risk"],
+            "newest_safe_set": status["newest_safe_set"],
+            "last_error": progress.last_error,
+            "sent_bytes": progress.sent_bytes,
+            "uploaded_bytes": status["bytes"]["uploaded"],
+        }
+
+
+def summary_line(summary: Mapping[str, Any]) -> str:
+    """One sentence on what is safe and what is not."""
+    if not summary:
+        return "ended before it served"
+    if summary["remote"] is None:
+        return f"everything is in the store {summary['store']}, and only there: there is no remote"
+    if not summary["pending"]["files"] and not summary["pending"]["bytes"]:
+        return f"everything is on {summary['remote']}"
+    error = f" (last error: {summary['last_error']})" if summary["last_error"] else ""
+    return (
+        f"{summary['pending']['files']} files, {summary['pending']['bytes']} bytes are only in the store "
+        f"{summary['store']}; the next mount goes on with them{error}"
+    )
+
+
+def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
+    """Be the daemon; returns its exit status when the mount has ended.
+
+    Everything that is wrong before the mount stands goes to *reporter*, as one line.
+    """
+    os.chdir("/")  # never keep a directory, least of all our own mount, busy
+    os.umask(0o077)
+    _raise_descriptor_limit()
+    try:
+        store = Store.open(Path(order.store))
+    except (CkptfsError, OSError) as error:
+        reporter.error(str(error))
+        return 1
+    _start_log(store.path, foreground)
+    log.info("ckptfs daemon %d: %s", os.getpid(), order.dump())
+    try:
+        remote = _settle(store, order)
+        daemon = Daemon(order, store, remote)
+    except BaseException as error:
+        store.close()
+        log.error("not mounted: %s", error)
+        reporter.error(_one_line(error))
+        return 1
+    try:
+        trio.run(daemon.run, reporter, strict_exception_groups=True)
+    except BaseException as error:
+        log.critical("the daemon failed", exc_info=error)
+        if not daemon.announced:
+            reporter.error(_one_line(error))
+        else:
+            reporter.ended(f"the daemon failed: {_one_line(error)}; see {store.path / LOG_NAME}")
+        return 1
+    return EXIT_PENDING if daemon.summary["pending"]["files"] or daemon.summary["pending"]["bytes"] else 0
+
+
+def _settle(store: Store, order: Order) -> ObjectStore | None:
+    """Open the remote and see that it may be used; then the store remembers what *order* says.
+
+    Raises MountError, RemoteError; waits at most `_REMOTE_CHECK_S`.
+    """
+    first = not (store.path / "settings.json").exists()
+    known = store.settings
+    url = order.remote if order.remote is not None else known.remote
+    remote = None
+    if url is not None:
+        remote = open_remote(url)
+        if known.remote is not None and remote.url != known.remote:
+            raise MountError(
+                f"the store {store.path} replicates to {known.remote}, not to {remote.url}: "
+                "choose another store (--store), or leave --remote out"
+            )
+        limits = Limits(known.tuning.retry_first_s, _REMOTE_CHECK_S / 4, deadline_s=_REMOTE_CHECK_S)
+        admit(Retrying(remote, limits), create=not order.read_only)
+    root = os.geteuid() == 0
+    if order.owner is not None:
+        _owner(order.owner)
+    changes: dict[str, Any] = {
+        name: value
+        for name in ("owner", "allow_other", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
+        if (value := getattr(order, name)) is not None
+    }
+    if first:
+        changes = {"owner": "stored" if root else "mine", "allow_other": root, **changes}
+    store.save_settings(dataclasses.replace(known, remote=remote.url if remote else None, **changes))
+    return remote
+
+
+def _owner(setting: str) -> tuple[int, int] | None:
+    """The (uid, gid) that everything belongs to, None for what is stored. Raises MountError."""
+    if setting == "stored":
+        return None
+    if setting == "mine":
+        return os.geteuid(), os.getegid()
+    uid, _, gid = setting.partition(":")
+    if not (uid.isdecimal() and gid.isdecimal()):
+        raise MountError(f"owner is mine, stored or UID:GID in digits, not {setting!r}")
+    return int(uid), int(gid)
+
+
+def _one_line(error: BaseException) -> str:
+    """The message for people: of a group, its first error of ours, or its first."""
+    found = _leaves(error)
+    chosen = next((each for each in found if isinstance(each, CkptfsError)), found[0])
+    text = str(chosen) if isinstance(chosen, (CkptfsError, OSError)) else repr(chosen)
+    return " ".join(text.split())
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _leaves(each)]
+
+
+def _start_log(store: Path, foreground: bool) -> None:
+    handler = logging.handlers.RotatingFileHandler(store / LOG_NAME, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    if foreground:
+        shown = logging.StreamHandler()
+        shown.setLevel(logging.WARNING)
+        shown.setFormatter(logging.Formatter("ckptfs: %(message)s"))
+        root.addHandler(shown)
+    logging.captureWarnings(True)
+    for noisy in ("botocore", "boto3", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    faulthandler.enable()  # to stderr: of a detached daemon, the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where does it hang? kill -USR1
+
+
+def _raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        # Every open file holds its image's descriptor; shells' soft limit of 1024 is for programs that use select.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,81 @@
+"""What the `mount` command asks of the daemon, and how the daemon tells how it went. Both sides know this module.
+
+Detached, they are two processes: the order travels as an argument, the report as JSON lines through a pipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ckptfs.errors import MountError
+
+LOG_NAME = "daemon.log"
+"""The daemon's log, in the store."""
+
+EXIT_PENDING = 3
+"""Exit status of commands that did what they should, but something is not safe yet."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to mount; None leaves a setting as the store remembers it."""
+
+    mountpoint: str
+    store: str
+    remote: str | None = None
+    read_only: bool = False
+    allow_other: bool | None = None
+    owner: str | None = None
+    settle_s: float | None = None
+    lag_s: float | None = None
+    max_lag_s: float | None = None
+    stop_timeout_s: float | None = None
+
+    def dump(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Order:
+        return cls(**json.loads(text))
+
+
+class Reporter(Protocol):
+    """Who started the daemon and waits to hear how it went: notes, then ready or one error."""
+
+    def note(self, text: str) -> None: ...
+    def ready(self) -> None: ...
+    def error(self, text: str) -> None: ...
+    def ended(self, text: str) -> None: ...
+
+
+class PipeReporter:
+    """Tells it through the writing end of a pipe, which it closes when there is nothing more to wait for."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self._fd = fd
+
+    def note(self, text: str) -> None:
+        self._write({"note": text})
+
+    def ready(self) -> None:
+        self._write({"ready": True})
+        os.close(self._fd)
+
+    def error(self, text: str) -> None:
+        self._write({"error": text})
+        os.close(self._fd)
+
+    def ended(self, text: str) -> None:
+        pass  # nobody waits for a detached daemon; its log has it
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        try:
+            os.write(self._fd, json.dumps(message).encode() + b"\n")
+        except BrokenPipeError as error:
+            raise MountError("whoever asked for this mount is gone") from error

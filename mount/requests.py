@@ -1,0 +1,171 @@
+"""What each request on the control socket does: asks the engine, or takes part in the mount's end.
+
+Every handler may be cancelled at any await, when its client hangs up. Those that take long report progress twice a
+second, which is also how the client knows that the daemon lives. When the mount ends first, they fail with MountError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import trio
+
+from ckptfs.client import TARGETS
+from ckptfs.engine import Engine
+from ckptfs.errors import InvalidArgument, MountError
+
+from .control import CLIENT_GONE, Handler, Reply, Request
+
+_REPORT_EVERY_S = 0.5
+
+T = TypeVar("T")
+
+
+class Life(Protocol):
+    """The daemon's life, as far as requests take part in it."""
+
+    closing: trio.Event
+    """The engine is about to stop: what waits for it must give up."""
+    ended: trio.Event
+    """The store is closed and `summary` is final."""
+    summary: Mapping[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        """What is mounted where, since when and by which process."""
+        ...
+
+    def waive_drain(self) -> None:
+        """Somebody waited for the uploads, or chose not to: when the mount ends, end at once."""
+        ...
+
+    def demand_drain(self) -> None:
+        """Take back one `waive_drain`."""
+        ...
+
+
+class Requests:
+    """The handlers, over one engine and one life."""
+
+    def __init__(self, engine: Engine, life: Life) -> None:
+        self._engine = engine
+        self._life = life
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "hello": self.hello,
+            "status": self.status,
+            "wait": self.wait,
+            "publish": self.publish,
+            "credentials": self.credentials,
+            "unmount": self.unmount,
+        }
+
+    async def hello(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """What is mounted here."""
+        return self._life.describe()
+
+    async def status(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """The engine's status document with the mount's part filled in."""
+
+        async def ask() -> dict[str, Any]:
+            return await self._engine.status(_path(request))
+
+        document = await self._work(ask, None)
+        document["mount"] = self._life.describe()
+        return document
+
+    async def wait(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """Wait until *path* has reached *target*; {"reached": False} when *timeout_s* passed before."""
+        path, target, timeout_s = _path(request), request.get("target"), request.get("timeout_s")
+        if target not in TARGETS:
+            raise InvalidArgument(f"nothing waits for {target!r}: it is one of {', '.join(TARGETS)}")
+
+        async def reach() -> bool:
+            return await self._engine.wait(path, str(target), timeout_s)
+
+        async def state() -> str:
+            return await self._engine.state(path)
+
+        reached = await self._work(reach, reply)
+        return {"reached": reached, "state": await self._work(state, None)}
+
+    async def publish(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """Cut at once and return when the head is acknowledged."""
+        path = _path(request)
+
+        async def publish() -> None:
+            await self._engine.publish(path)
+
+        await self._work(publish, reply)
+        return dataclasses.asdict(self._engine.progress())
+
+    async def credentials(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """Give the remote another shell's AWS_* environment."""
+        env = request.get("env")
+        if not isinstance(env, dict) or not all(
+            isinstance(name, str) and isinstance(value, str) and name.startswith("AWS_") for name, value in env.items()
+        ):
+            raise InvalidArgument("credentials are AWS_* variables")
+        self._engine.take_credentials(env)
+        return {"names": sorted(env)}
+
+    async def unmount(self, request: Request, reply: Reply) -> Mapping[str, Any]:
+        """Prepare the end: drain if *wait*, say {"ready": true}, and give the summary once the mount has ended.
+
+        The client unmounts when it hears "ready", because the kernel knows whether it may.
+        """
+
+        async def drain() -> bool:
+            return await self._engine.drain(None)
+
+        if request.get("wait"):
+            await self._work(drain, reply)
+        self._life.waive_drain()
+        try:
+            await reply.progress({"ready": True, **dataclasses.asdict(self._engine.progress())})
+            while not self._life.ended.is_set():
+                with trio.move_on_after(_REPORT_EVERY_S):
+                    await self._life.ended.wait()
+                    break
+                await reply.progress({"closing": True})
+        finally:
+            self._life.demand_drain()
+        return self._life.summary
+
+    async def _work(self, work: Callable[[], Awaitable[T]], reply: Reply | None) -> T:
+        """The result of *work*, with progress to *reply* meanwhile; MountError when the mount ends before."""
+        results: list[T] = []
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._give_up, nursery.cancel_scope)
+            if reply is not None:
+                nursery.start_soon(self._report, reply, nursery.cancel_scope)
+            try:
+                results.append(await work())
+            except Exception as error:
+                failure = error  # raised below, outside the nursery, which would wrap it in a group
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if not results:
+            raise MountError("the mount ended meanwhile")
+        return results[0]
+
+    async def _give_up(self, scope: trio.CancelScope) -> None:
+        await self._life.closing.wait()
+        scope.cancel()
+
+    async def _report(self, reply: Reply, scope: trio.CancelScope) -> None:
+        try:
+            while True:
+                await reply.progress(dataclasses.asdict(self._engine.progress()))
+                await trio.sleep(_REPORT_EVERY_S)
+        except CLIENT_GONE:
+            scope.cancel()
+
+
+def _path(request: Request) -> bytes:
+    return os.fsencode(str(request.get("path", "/")))
