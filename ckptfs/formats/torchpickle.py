@@ -10,15 +10,15 @@ understood, what was learned until then stands.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ckptfs.errors import FormatError
 from ckptfs.formats.base import BITS, UNKNOWN
 
-MAX_STEPS = 1_000_000
-"""Opcodes read, about two seconds' worth; the pickle of a 100,000-tensor optimizer has a few million, and then the
-storages behind stay without dtype, no worse."""
+MAX_STEPS = 500_000
+"""Opcodes read, about a second's worth and 100 MB of values at worst. A tensor takes 35; storages that are described
+behind the first 14,000 stay without dtype, which costs a guess in the codec and no more."""
 
 MAX_NAME = 512
 """Characters of a tensor's name; hostile nesting makes them long."""
@@ -43,27 +43,29 @@ class StorageUse:
     """The tensor's shape where known; it may be a view of a part of the storage."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Global:
     name: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Storage:
     key: str
     dtype: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Node:
     """A container, or a call that was not made: *call* names it, *pairs* are what was put in, by label."""
 
     call: str = ""
     args: object = ()
-    pairs: list[tuple[object, object]] = field(default_factory=list)
+    pairs: Sequence[tuple[object, object]] = ()
 
-    def append(self, value: object) -> None:
-        self.pairs.append((len(self.pairs), value))
+    def extend(self, pairs: Iterable[tuple[object, object]]) -> None:
+        if not isinstance(self.pairs, list):
+            self.pairs = []  # only now: a hostile pickle makes many empty ones
+        self.pairs.extend(pairs)
 
 
 _MARK = _Global("mark")
@@ -134,7 +136,7 @@ class _Machine:
         elif opcode == "BUILD":
             state = stack.pop()
             if isinstance(stack[-1], _Node) and stack[-1].call != "collections.OrderedDict":  # its state: _metadata
-                stack[-1].pairs.append((None, state))
+                stack[-1].extend([(None, state)])
         elif opcode == "BINPERSID":
             stack.append(self._persistent(stack.pop()))
         elif opcode == "POP":
@@ -169,10 +171,9 @@ class _Machine:
         if not isinstance(container, _Node):
             return
         if pairwise:
-            container.pairs.extend(zip(values[::2], values[1::2], strict=False))
+            container.extend(zip(values[::2], values[1::2], strict=False))
         else:
-            for value in values:
-                container.append(value)
+            container.extend(enumerate(values, len(container.pairs)))
 
     def _persistent(self, pid: object) -> object:
         """torch's persistent id: ('storage', class, key, location, number of elements)."""
