@@ -1,0 +1,375 @@
+"""Cuts: the state of the mount at one moment, copied row by row and kept until it is published.
+
+A cut copies every directory that changed since the last one, and their ancestors up to the root, in one transaction;
+`cut_entry` rows keep the images and manifests that they name alive. There is at most one cut that waits ("pending") and
+one that is on its way ("publishing"); a newer cut takes the directories of a pending one over, as they are now. When to
+cut is `replica.settle`'s to say, what becomes of a cut `replica.publish`'s. See docs/decisions/cuts.md.
+
+All functions run on the event loop's thread and join the caller's transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ckptfs.encoding.tree import Entry, decode_entry, encode_entry
+from ckptfs.ids import ROOT_INODE, FileId, ImageId, Inode, ObjectId, Stamp, WriterId
+from ckptfs.local.catalog.catalog import SELF, Catalog
+from ckptfs.local.catalog.cutcopy import CutCopier, ImageStatus
+from ckptfs.local.catalog.names import CHANGED, CLEAN, MERGED
+
+Subtree = tuple[ObjectId, bytes | None]
+"""A tree's digest, and its canonical JSON where it is inlined in its parent."""
+
+
+@dataclass(frozen=True)
+class CutRow:
+    """One row of `cut`; see schema.py."""
+
+    id: int
+    taken_ns: int
+    stamp: Stamp
+    incomplete: bool
+    vector: Mapping[WriterId, int]
+
+
+@dataclass(frozen=True)
+class CutDirectory:
+    """A directory of a cut, and what was published of it before."""
+
+    ino: Inode
+    file_id: FileId
+    tree: ObjectId | None
+    tree_body: bytes | None
+
+
+@dataclass(frozen=True)
+class CutEntry:
+    """A name in a directory of a cut."""
+
+    name: bytes
+    ino: Inode | None
+    """None: a tombstone."""
+    manifest: int | None
+    """Regular files: manifest row."""
+    entry: Entry | None
+    """None: the file was unfinished; what the directory's earlier tree says of it stays."""
+
+
+@dataclass(frozen=True)
+class CutFile:
+    """A file version of a cut that is still to be published."""
+
+    manifest: int
+    image: ImageId | None
+
+
+@dataclass
+class Unneeded:
+    """What the removal of cut rows may have left without a reason to exist: to be looked at, not to be trusted."""
+
+    images: set[ImageId] = field(default_factory=set)
+    manifests: set[int] = field(default_factory=set)
+
+
+_DIRTY = "SELECT ino FROM inode WHERE dirty > 0 AND nlink > 0 AND expanded = 1"
+"""Of a directory that was not looked at yet the rows here are not all; what others say of it is published as it is."""
+
+
+class Cuts:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._db = catalog.db
+
+    # Taking
+
+    def take(
+        self,
+        *,
+        taken_ns: int,
+        stamp: Stamp,
+        incomplete: bool,
+        vector: Mapping[WriterId, int],
+        unfinished: Collection[Inode],
+        held: Collection[Inode],
+        status: Callable[[Inode, ImageId], ImageStatus],
+        provisional: Callable[[Inode], int | None],
+    ) -> tuple[int, Unneeded]:
+        """Copy what changed; returns the cut's id and what the cut that it replaces has left.
+
+        Files in *unfinished* appear with their provisional manifest, or as they were published before, or not at all.
+        Directories in *held* and all below them stay as they were published before, or away. What was left out keeps
+        its directory dirty. *vector* is what of other writers the tree has merged by now.
+        """
+        with self._catalog.transaction() as db:
+            pending = self.pending()
+            wanted = {Inode(row[0]) for row in db.execute(_DIRTY)}
+            if pending is not None:
+                wanted.update(self.directories(pending.id))
+            unneeded = self._drop(pending.id) if pending is not None else Unneeded()
+            cut = db.execute(
+                "INSERT INTO cut (taken_ns, stamp, incomplete, vector) VALUES (?, ?, ?, ?)",
+                (taken_ns, stamp, int(incomplete), _encode_vector(vector)),
+            ).lastrowid
+            assert cut is not None
+            copier = CutCopier(cut, db.execute, unfinished, held, status, provisional)
+            directories = self._with_ancestors(wanted, held)
+            left = self._copy(copier, directories)
+            kept = copier.outdated | {ino for ino in left if ino not in copier.copied}
+            db.executemany("UPDATE inode SET dirty = ? WHERE ino = ?", [(CLEAN, ino) for ino in copier.copied - kept])
+            db.executemany("UPDATE inode SET dirty = ? WHERE ino = ?", [(CHANGED, ino) for ino in kept])
+            return cut, unneeded
+
+    def _with_ancestors(self, wanted: Iterable[Inode], held: Collection[Inode]) -> dict[Inode, bool]:
+        """Directories to copy (True) and to leave dirty because they are held (False); nameless ones are left out."""
+        chosen: dict[Inode, bool] = {}
+        for ino in wanted:
+            chain = [ino]
+            while chain[-1] != ROOT_INODE:
+                row = self._db.execute("SELECT parent FROM dirent WHERE ino = ?", (chain[-1],)).fetchone()
+                if row is None:
+                    break
+                chain.append(Inode(row[0]))
+            if chain[-1] != ROOT_INODE:
+                continue
+            first_held = max((at for at, each in enumerate(chain) if each in held), default=-1)
+            for each in chain[: first_held + 1]:
+                chosen[each] = False
+            for each in chain[first_held + 1 :]:
+                chosen[each] = True
+        return chosen
+
+    def _copy(self, copier: CutCopier, directories: Mapping[Inode, bool]) -> set[Inode]:
+        """Copy the chosen directories and new ones found in them; returns those left dirty."""
+        work = [ino for ino, copied in directories.items() if copied]
+        for ino in work:
+            copier.copied.add(ino)
+        while work:
+            for child in copier.copy(work.pop()):
+                if child not in copier.copied:
+                    copier.copied.add(child)
+                    work.append(child)
+        return {ino for ino, copied in directories.items() if not copied}
+
+    # Looking
+
+    def pending(self) -> CutRow | None:
+        """The newest cut, while nobody has begun to publish it."""
+        return self._cut(0)
+
+    def publishing(self) -> CutRow | None:
+        return self._cut(1)
+
+    def _cut(self, publishing: int) -> CutRow | None:
+        row = self._db.execute(
+            "SELECT id, taken_ns, stamp, incomplete, vector FROM cut WHERE publishing = ?", (publishing,)
+        ).fetchone()
+        return CutRow(row[0], row[1], Stamp(row[2]), bool(row[3]), _decode_vector(row[4])) if row else None
+
+    def begin(self, cut: int) -> None:
+        """Pin *cut*: it is published before any newer one."""
+        with self._catalog.transaction() as db:
+            db.execute("UPDATE cut SET publishing = 1 WHERE id = ?", (cut,))
+
+    def unsealed(self, cut: int) -> list[ImageId]:
+        """Images of *cut* that are not sealed yet."""
+        return [
+            ImageId(row[0])
+            for row in self._db.execute(
+                "SELECT DISTINCT image FROM cut_entry WHERE cut = ? AND image IS NOT NULL AND manifest IS NULL", (cut,)
+            )
+        ]
+
+    def directories(self, cut: int) -> dict[Inode, CutDirectory]:
+        return {
+            Inode(row[0]): CutDirectory(Inode(row[0]), *row[1:])
+            for row in self._db.execute("SELECT dir, file_id, tree, tree_body FROM cut_dir WHERE cut = ?", (cut,))
+        }
+
+    def entries(self, cut: int, directory: Inode) -> list[CutEntry]:
+        """What the cut has in *directory*, ordered by name."""
+        return [
+            CutEntry(row[0], row[1], row[2], decode_entry(row[3]) if row[3] is not None else None)
+            for row in self._db.execute(
+                "SELECT name, ino, manifest, entry FROM cut_entry WHERE cut = ? AND dir = ? ORDER BY name",
+                (cut, directory),
+            )
+        ]
+
+    def files(self, cut: int, directory: Inode) -> list[tuple[bytes, Inode, CutFile | None]]:
+        """(name, inode, file) of what matters for uploading in *directory*, by name: unpublished files, directories."""
+        return [
+            (row[0], Inode(row[1]), CutFile(row[2], row[3]) if row[2] is not None else None)
+            for row in self._db.execute(
+                "SELECT c.name, c.ino, c.manifest, c.image FROM cut_entry c LEFT JOIN manifest m ON m.id = c.manifest"
+                " WHERE c.cut = ? AND c.dir = ? AND c.entry IS NOT NULL AND ("
+                " (c.manifest IS NOT NULL AND m.digest IS NULL)"
+                " OR EXISTS (SELECT 1 FROM cut_dir WHERE cut = c.cut AND dir = c.ino)) ORDER BY c.name",
+                (cut, directory),
+            )
+        ]
+
+    def image_of(self, manifest: int) -> ImageId | None:
+        """An image that a cut still pins for *manifest*; another one after a rescue."""
+        row = self._db.execute(
+            "SELECT image FROM cut_entry WHERE manifest = ? AND image IS NOT NULL LIMIT 1", (manifest,)
+        ).fetchone()
+        return ImageId(row[0]) if row else None
+
+    def changed(self) -> list[Inode]:
+        """Directories that were changed here since they were last in a cut."""
+        return [
+            Inode(row[0]) for row in self._db.execute("SELECT ino FROM inode WHERE dirty = ? AND nlink > 0", (CHANGED,))
+        ]
+
+    def unpublished(self) -> tuple[int, int, list[ImageId]]:
+        """Files that no acknowledged head has as they are: how many, bytes of the sealed, images of the unsealed."""
+        files, size, images = 0, 0, []
+        for manifest, image, length, _ in self._db.execute(
+            "SELECT DISTINCT i.manifest, i.image, coalesce(m.size, 0), i.ino"
+            " FROM dirent d JOIN inode i ON i.ino = d.ino LEFT JOIN manifest m ON m.id = i.manifest"
+            " WHERE d.origin_seq IS NULL AND d.ino IS NOT NULL AND (i.manifest IS NOT NULL OR i.image IS NOT NULL)"
+        ):
+            files += 1
+            if manifest is None:
+                images.append(ImageId(image))
+            else:
+                size += length
+        return files, size, images
+
+    # Ending
+
+    def break_cut_of(self, image: ImageId) -> Unneeded | None:
+        """Give the pending cut up because *image*, which it has not sealed, is about to be written in place.
+
+        Its directories are dirty again. None when no pending cut waits for the image.
+        """
+        with self._catalog.transaction() as db:
+            row = db.execute(
+                "SELECT cut FROM cut_entry WHERE image = ? AND manifest IS NULL"
+                " AND cut IN (SELECT id FROM cut WHERE publishing = 0)",
+                (image,),
+            ).fetchone()
+            return self._abandon(row[0]) if row else None
+
+    def leave_out(self, image: ImageId) -> None:
+        """*image* will never be sealed (its flush failed, it is gone): its files stay as they were published before."""
+        with self._catalog.transaction() as db:
+            db.execute(
+                "UPDATE inode SET dirty = ? WHERE nlink > 0 AND ino IN"
+                " (SELECT dir FROM cut_entry WHERE image = ? AND manifest IS NULL)",
+                (CHANGED, image),
+            )
+            db.execute("UPDATE cut_entry SET entry = NULL, image = NULL WHERE image = ? AND manifest IS NULL", (image,))
+
+    def refuse(self, manifest: int) -> list[ImageId]:
+        """The bytes of *manifest* are not what was sealed: whoever has it is unsealed; returns images to seal again.
+
+        A file without an image here is left out of its cut.
+        """
+        with self._catalog.transaction() as db:
+            images = [
+                ImageId(row[0])
+                for row in db.execute(
+                    "SELECT image FROM cut_entry WHERE manifest = ?1 AND image IS NOT NULL"
+                    " UNION SELECT image FROM inode WHERE manifest = ?1 AND image IS NOT NULL",
+                    (manifest,),
+                )
+            ]
+            db.executemany("DELETE FROM location WHERE image = ?", [(image,) for image in images])
+            db.execute("UPDATE cut_entry SET entry = NULL WHERE manifest = ? AND image IS NULL", (manifest,))
+            db.execute("UPDATE cut_entry SET manifest = NULL WHERE manifest = ?", (manifest,))
+            db.execute("UPDATE inode SET manifest = NULL WHERE manifest = ? AND image IS NOT NULL", (manifest,))
+            db.execute(
+                "DELETE FROM manifest WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM inode WHERE manifest = ?1)",
+                (manifest,),
+            )
+            return images
+
+    def finish(self, cut: int, seq: int, trees: Mapping[Inode, Subtree] | None) -> Unneeded:
+        """Own head *seq*, which is acknowledged, has *cut*; *trees* are its directories' trees.
+
+        Names that are still as the cut had them are published. A directory that was merged since keeps the tree that
+        the merge gave it. With *trees* None they are not known any more: its directories count as differing.
+        """
+        with self._catalog.transaction() as db:
+            db.execute(
+                "UPDATE dirent SET origin_writer = ?1, origin_seq = ?2 WHERE origin_seq IS NULL AND EXISTS ("
+                " SELECT 1 FROM cut_entry c WHERE c.cut = ?3 AND c.dir = dirent.parent AND c.name = dirent.name"
+                " AND c.entry IS NOT NULL AND c.stamp = dirent.stamp AND c.ino IS dirent.ino"
+                " AND (c.ino IS NULL OR c.changed = (SELECT changed FROM inode WHERE ino = c.ino)))",
+                (SELF, seq, cut),
+            )
+            pending = self.pending()
+            if trees is None:
+                db.execute(
+                    "UPDATE inode SET dirty = ?1 WHERE dirty < ?1 AND ino IN (SELECT dir FROM cut_dir WHERE cut = ?2)",
+                    (MERGED, cut),
+                )
+                unneeded = self._abandon(pending.id) if pending is not None else Unneeded()
+            else:
+                unneeded = Unneeded()
+                for ino, tree in trees.items():
+                    self._set_tree(cut, ino, tree, pending)
+            gone = self._drop(cut)
+            unneeded.images |= gone.images
+            unneeded.manifests |= gone.manifests
+            return unneeded
+
+    def _set_tree(self, cut: int, ino: Inode, tree: Subtree, pending: CutRow | None) -> None:
+        db = self._db
+        updated = db.execute(
+            "UPDATE inode SET tree = ?1, tree_body = ?2 WHERE ino = ?3"
+            " AND tree IS (SELECT tree FROM cut_dir WHERE cut = ?4 AND dir = ?3)",
+            (*tree, ino, cut),
+        )
+        if pending is None:
+            return
+        if updated.rowcount:
+            db.execute(
+                "UPDATE cut_dir SET tree = ?1, tree_body = ?2 WHERE cut = ?3 AND dir = ?4"
+                " AND tree IS (SELECT tree FROM cut_dir WHERE cut = ?5 AND dir = ?4)",
+                (*tree, pending.id, ino, cut),
+            )
+        # A directory that did not change between the two cuts is in the newer one with what was published before.
+        row = db.execute(
+            "SELECT dir, name, entry FROM cut_entry WHERE cut = ?1 AND ino = ?2 AND entry IS NOT NULL"
+            " AND NOT EXISTS (SELECT 1 FROM cut_dir WHERE cut = ?1 AND dir = ?2)",
+            (pending.id, ino),
+        ).fetchone()
+        if row is None:
+            return
+        entry = decode_entry(row[2])
+        before = db.execute("SELECT tree FROM cut_dir WHERE cut = ? AND dir = ?", (cut, ino)).fetchone()
+        if entry.tree == before[0]:
+            db.execute(
+                "UPDATE cut_entry SET entry = ? WHERE cut = ? AND dir = ? AND name = ?",
+                (encode_entry(replace(entry, tree=tree[0], tree_body=tree[1])), pending.id, row[0], row[1]),
+            )
+
+    def _abandon(self, cut: int) -> Unneeded:
+        self._db.execute(
+            "UPDATE inode SET dirty = ? WHERE ino IN (SELECT dir FROM cut_dir WHERE cut = ?)", (CHANGED, cut)
+        )
+        return self._drop(cut)
+
+    def _drop(self, cut: int) -> Unneeded:
+        db = self._db
+        rows = db.execute("SELECT DISTINCT image, manifest FROM cut_entry WHERE cut = ?", (cut,)).fetchall()
+        db.execute("DELETE FROM cut_entry WHERE cut = ?", (cut,))
+        db.execute("DELETE FROM cut_dir WHERE cut = ?", (cut,))
+        db.execute("DELETE FROM cut WHERE id = ?", (cut,))
+        return Unneeded(
+            {ImageId(image) for image, _ in rows if image is not None},
+            {manifest for _, manifest in rows if manifest is not None},
+        )
+
+
+def _encode_vector(vector: Mapping[WriterId, int]) -> bytes:
+    return json.dumps({writer.hex(): seq for writer, seq in vector.items()}, sort_keys=True).encode()
+
+
+def _decode_vector(data: bytes) -> dict[WriterId, int]:
+    return {WriterId(bytes.fromhex(writer)): seq for writer, seq in json.loads(data).items()}

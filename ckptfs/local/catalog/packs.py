@@ -1,0 +1,126 @@
+"""Packs on the remote and the chunks in them, as far as this store knows.
+
+A row is made only after the remote acknowledged the pack, or after a followed head was seen to reach it (invariant 7).
+Putting packs is `replica.upload`'s work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from ckptfs.encoding.manifest import Placed
+from ckptfs.encoding.pack import PackedChunk
+from ckptfs.ids import ChunkId, ObjectId
+from ckptfs.local.catalog.catalog import Catalog
+
+ACKNOWLEDGED, VERIFIED = 1, 2
+"""Values of pack.state."""
+
+_LEARNED = 0
+"""pack.head of a pack that another writer's head names."""
+
+_BATCH = 500
+"""Chunks looked up by one statement; SQLite takes 999 variables in its oldest builds."""
+
+
+class Packs:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._db = catalog.db
+
+    def known(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        """Those of *chunks* that the remote has."""
+        found: set[ChunkId] = set()
+        for batch in _batches(chunks):
+            marks = ",".join("?" * len(batch))
+            found.update(
+                ChunkId(row[0])
+                for row in self._db.execute(f"SELECT chunk FROM packed WHERE chunk IN ({marks})", batch)
+            )
+        return found
+
+    def placed(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
+        """Where the remote has *chunks*; those that it lacks are left out."""
+        found: dict[ChunkId, Placed] = {}
+        for batch in _batches(chunks):
+            marks = ",".join("?" * len(batch))
+            for row in self._db.execute(
+                "SELECT packed.chunk, pack.name, packed.offset, packed.length, packed.codec, packed.base FROM packed"
+                f" JOIN pack ON pack.id = packed.pack WHERE packed.chunk IN ({marks})",
+                batch,
+            ):
+                found[ChunkId(row[0])] = Placed(ObjectId(row[1]), row[2], row[3], row[4], row[5])
+        return found
+
+    def acknowledged(self, name: ObjectId, chunks: Sequence[PackedChunk], *, verified: bool) -> None:
+        """The remote has pack *name*, which no head names yet. A chunk that is known elsewhere stays where it was."""
+        self._add(name, chunks, VERIFIED if verified else ACKNOWLEDGED, None)
+
+    def learned(self, packs: Mapping[ObjectId, Sequence[PackedChunk]]) -> None:
+        """Another writer's head reaches these packs."""
+        with self._catalog.transaction():
+            for name, chunks in packs.items():
+                self._add(name, chunks, ACKNOWLEDGED, _LEARNED)
+
+    def unnamed(self) -> list[ObjectId]:
+        """Acknowledged packs that no head names yet, in the order in which they came."""
+        return [ObjectId(row[0]) for row in self._db.execute("SELECT name FROM pack WHERE head IS NULL ORDER BY id")]
+
+    def chunks(self, name: ObjectId) -> tuple[PackedChunk, ...]:
+        """The chunks that are looked for in pack *name*, by offset."""
+        return tuple(
+            PackedChunk(ChunkId(row[0]), *row[1:])
+            for row in self._db.execute(
+                "SELECT chunk, offset, length, raw_length, codec, base FROM packed"
+                " WHERE pack = (SELECT id FROM pack WHERE name = ?) ORDER BY offset",
+                (name,),
+            )
+        )
+
+    def named(self, packs: Iterable[ObjectId], seq: int) -> None:
+        """Own head *seq* names *packs*."""
+        with self._catalog.transaction() as db:
+            db.executemany(
+                "UPDATE pack SET head = ? WHERE name = ? AND head IS NULL", [(seq, name) for name in packs]
+            )
+
+    def forget(self, name: ObjectId) -> None:
+        """The remote lost pack *name*: its chunks are to be sent again."""
+        with self._catalog.transaction() as db:
+            db.execute("DELETE FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?)", (name,))
+            db.execute("DELETE FROM pack WHERE name = ?", (name,))
+
+    def unverified(self) -> list[ObjectId]:
+        """Packs that this store put and whose stored bytes were not compared yet."""
+        return [
+            ObjectId(row[0])
+            for row in self._db.execute(
+                "SELECT name FROM pack WHERE state = ? AND head IS NOT ? ORDER BY id", (ACKNOWLEDGED, _LEARNED)
+            )
+        ]
+
+    def verified(self, name: ObjectId) -> None:
+        """The remote's bytes of pack *name* were compared and are right."""
+        with self._catalog.transaction() as db:
+            db.execute("UPDATE pack SET state = ? WHERE name = ?", (VERIFIED, name))
+
+    def stored_bytes(self) -> int:
+        """Encoded bytes of every chunk that is known to be on the remote."""
+        return int(self._db.execute("SELECT coalesce(sum(length), 0) FROM packed").fetchone()[0])
+
+    def _add(self, name: ObjectId, chunks: Sequence[PackedChunk], state: int, head: int | None) -> None:
+        with self._catalog.transaction() as db:
+            db.execute("INSERT OR IGNORE INTO pack (name, state, head) VALUES (?, ?, ?)", (name, state, head))
+            (pack,) = db.execute("SELECT id FROM pack WHERE name = ?", (name,)).fetchone()
+            db.executemany(
+                "INSERT OR IGNORE INTO packed (chunk, pack, offset, length, raw_length, codec, base)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [(c.id, pack, c.offset, c.length, c.raw_length, c.codec, c.base) for c in chunks],
+            )
+
+
+def _batches(chunks: Iterable[ChunkId]) -> Iterable[list[ChunkId]]:
+    remaining = iter(chunks)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
