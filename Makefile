@@ -1,0 +1,49 @@
+# Everything a developer or CI runs. `make test` works on a bare Debian: it installs what is missing first.
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup system frameworks test test-slow check demo clean
+
+help:
+	@echo "make setup       system packages (when root or sudo) and a virtual environment in $(VENV)"
+	@echo "make test        setup, then every test that takes seconds"
+	@echo "make test-slow   setup, then those that take minutes"
+	@echo "make check       ruff and mypy"
+	@echo "make frameworks  PyTorch for the framework tests, which are skipped without it"
+	@echo "make demo        setup, then a tour: save, vanish, resume"
+
+setup: system $(VENV)/.test-installed
+
+system:
+	@.ci/system-packages
+
+$(VENV)/bin/python:
+	python=$$(.ci/newest-python) && $$python -m venv $(VENV)
+
+$(VENV)/.test-installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+$(VENV)/.dev-installed: pyproject.toml | $(VENV)/.test-installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+frameworks: setup
+	$(BIN)/pip install --disable-pip-version-check --only-binary :all: torch
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+check: setup $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+demo: setup
+	$(BIN)/python -m ckptfs_mount.demo
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
