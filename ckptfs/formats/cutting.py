@@ -1,6 +1,6 @@
 """Where one file's bytes are cut into chunks. Decides boundaries; hashes and stores nothing.
 
-Two ways, see docs on the measurements:
+Two ways:
 
 - *By tensors*, where they are known: a tensor of at least `Tuning.small_bytes` starts a piece and is cut at fixed steps
   of `piece_bytes` counted from its own start, so that the same tensor gives the same pieces in whatever file it lies.
