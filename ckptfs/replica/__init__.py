@@ -1,0 +1,1 @@
+"""Between this disk and the remote: sealing, settling, publishing, following, hydrating. Runs on trio."""
