@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from stat import S_ISDIR, S_ISREG
-from typing import Any
+from typing import Any, Protocol
 
 from ckptfs.encoding.tree import Entry, encode_entry
 from ckptfs.ids import FileId, ImageId, Inode, ObjectId, Stamp
@@ -18,6 +18,21 @@ class ImageStatus:
     size: int
     mtime_ns: int
     ctime_ns: int
+
+
+class Provisional(Protocol):
+    """The last seal of a file that is still open for writing: a log (`replica.logs`)."""
+
+    @property
+    def image(self) -> ImageId: ...
+    @property
+    def manifest(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def mtime_ns(self) -> int: ...
+    @property
+    def ctime_ns(self) -> int: ...
 
 
 _COLUMNS = (
@@ -62,7 +77,7 @@ class CutCopier:
         unfinished: Collection[Inode],
         held: Collection[Inode],
         status: Callable[[Inode, ImageId], ImageStatus],
-        provisional: Callable[[Inode], int | None],
+        provisional: Callable[[Inode], Provisional | None],
     ) -> None:
         self._cut = cut
         self._execute = execute
@@ -117,14 +132,13 @@ class CutCopier:
                 new.append(row.ino)
         elif S_ISREG(row.mode):
             if row.ino in self._unfinished and manifest is None:
-                manifest = self._provisional(row.ino)
-                if manifest is None:
+                seal = self._provisional(row.ino)
+                if seal is None:
                     self.outdated.add(directory)
                     self._add(directory, row, None, None, None)
                     return
-                (size,) = self._execute("SELECT size FROM manifest WHERE id = ?", (manifest,)).fetchone()
-                now = self._status(row.ino, row.image or ImageId(0))
-                mtime_ns, ctime_ns = now.mtime_ns, max(ctime_ns, now.ctime_ns)
+                image, manifest, size = seal.image, seal.manifest, seal.size
+                mtime_ns, ctime_ns = seal.mtime_ns, max(ctime_ns, seal.ctime_ns)
             elif manifest is None:
                 now = self._status(row.ino, row.image or ImageId(0))
                 size, mtime_ns, ctime_ns = now.size, now.mtime_ns, max(ctime_ns, now.ctime_ns)

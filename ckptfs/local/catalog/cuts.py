@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from ckptfs.encoding.tree import Entry, decode_entry, encode_entry
 from ckptfs.ids import ROOT_INODE, FileId, ImageId, Inode, ObjectId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
-from ckptfs.local.catalog.cutcopy import CutCopier, ImageStatus
+from ckptfs.local.catalog.cutcopy import CutCopier, ImageStatus, Provisional
 from ckptfs.local.catalog.names import CHANGED, CLEAN, MERGED
 
 Subtree = tuple[ObjectId, bytes | None]
@@ -95,7 +95,7 @@ class Cuts:
         unfinished: Collection[Inode],
         held: Collection[Inode],
         status: Callable[[Inode, ImageId], ImageStatus],
-        provisional: Callable[[Inode], int | None],
+        provisional: Callable[[Inode], Provisional | None],
     ) -> tuple[int, Unneeded]:
         """Copy what changed; returns the cut's id and what the cut that it replaces has left.
 
