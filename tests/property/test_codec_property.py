@@ -26,7 +26,7 @@ def chunks(draw: st.DrawFn) -> bytes:
     return raw.tobytes() + (odd if kind == "mixed" else b"")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(chunks(), DTYPES)
 def test_round_trip(raw: bytes, dtype: str | None) -> None:
     """What is encoded must decode to the same bytes, never be longer, and be the same when encoded again."""
@@ -37,7 +37,7 @@ def test_round_trip(raw: bytes, dtype: str | None) -> None:
     assert codec.encode(raw, dtype) == (number, data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(chunks(), DTYPES, st.data())
 def test_corruption(raw: bytes, dtype: str | None, data: st.DataObject) -> None:
     """Damaged bytes must give FormatError or some bytes of the right length (which the digest then refuses)."""
@@ -55,7 +55,7 @@ def test_corruption(raw: bytes, dtype: str | None, data: st.DataObject) -> None:
     assert len(result) == length
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(sorted(codec.CODECS)), st.binary(max_size=300), st.integers(-1, 2000))
 def test_arbitrary_bytes(number: int, encoded: bytes, length: int) -> None:
     """Bytes that were never encoded must give FormatError or bytes of the length asked for."""

@@ -44,7 +44,7 @@ def check(pieces: list[Piece], spans: list[Span]) -> None:
         assert any(piece.start == start for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(files())
 def test_pieces_are_the_data(file: tuple[bytes, list[Tensor], list[Span]]) -> None:
     """Whatever tensors are claimed, pieces must cover the data exactly, bounded in length, and the same every time."""
@@ -56,7 +56,7 @@ def test_pieces_are_the_data(file: tuple[bytes, list[Tensor], list[Span]]) -> No
     assert cut(len(data), tensors, spans, TINY, BytesSource(data).read) == pieces
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(files(), SIZES)
 def test_start(file: tuple[bytes, list[Tensor], list[Span]], start: int) -> None:
     """Cutting from an offset must cover what is behind it, and know the steps of the tensors all the same."""
@@ -67,7 +67,7 @@ def test_start(file: tuple[bytes, list[Tensor], list[Span]], start: int) -> None
     assert all(piece.end in ends for piece in pieces if piece.dtype is not None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=6), st.integers(0, 500), st.integers(0, 500))
 def test_tensors_give_the_same_pieces_anywhere(lengths: list[int], head: int, other_head: int) -> None:
     """A tensor that is not small must be cut alike wherever it lies and whatever is around it."""
@@ -117,7 +117,7 @@ def test_examples_are_recognised() -> None:
     assert all(recognise(BytesSource(data)) for data in EXAMPLES)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_damaged_files(example: bytes, data: st.DataObject) -> None:
     """Whatever happened to a file, recognising it must not raise, and what is found must be disjoint and inside it."""
@@ -139,7 +139,7 @@ def test_damaged_files(example: bytes, data: st.DataObject) -> None:
     assert tidy(tensors, len(broken)) == tensors
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from([b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"\x10" + bytes(7) + b"{"]), st.binary(max_size=200))
 def test_arbitrary_files(magic: bytes, data: bytes) -> None:
     """Arbitrary bytes behind any magic must be recognised as nothing, or as tensors inside the file."""
