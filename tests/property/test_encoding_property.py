@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs.encoding import canonical
@@ -39,7 +39,9 @@ from ckptfs.encoding.tree import (
 )
 from ckptfs.errors import FormatError
 
-quick = settings(max_examples=60, deadline=None)
+SLOW = [HealthCheck.too_slow]  # nested trees take a while to make, and longer on a busy machine
+
+quick = settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 
 digests = st.binary(min_size=32, max_size=32)
 ids = st.binary(min_size=16, max_size=16)
@@ -227,7 +229,7 @@ def refuses_or_equals(data: bytes, read: Callable[[bytes], object], value: objec
         assert found == value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
 @given(manifests() | trees | heads(), st.integers(0, 1 << 20), st.integers(0, 255))
 def test_damaged_objects(value: Manifest | Tree | Head, at: int, with_byte: int) -> None:
     """An object with one byte changed, cut off or added is refused, or reads as what it was."""
@@ -245,7 +247,7 @@ def test_damaged_objects(value: Manifest | Tree | Head, at: int, with_byte: int)
     refuses_or_equals(data, lambda changed: decode(canonical.open_object(changed)), value, at, with_byte)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(manifests() | trees | heads(), st.data())
 def test_damaged_json(value: Manifest | Tree | Head, data: st.DataObject) -> None:
     """JSON changed before it was compressed, by a faulty writer, raises nothing but FormatError, or is canonical."""
@@ -264,7 +266,7 @@ def test_damaged_json(value: Manifest | Tree | Head, data: st.DataObject) -> Non
         assert encode(found) == body
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(st.binary(max_size=200))
 @pytest.mark.parametrize("prefix", [b"", b"\x28\xb5\x2f\xfd", b"{"])
 def test_garbage(prefix: bytes, data: bytes) -> None:
