@@ -1,0 +1,310 @@
+"""Uploading: the chunks that the remote lacks become packs, deterministically, and are put.
+
+Which chunks share a pack (`PackPlan`) depends only on what is uploaded, in path order: a file with a pack's worth of
+new chunks or more gets packs of its own; what is left of it and smaller files share packs. So the same tree published
+from two machines makes the same packs, and a pack that is there already is not sent twice. A pack is closed by the raw
+bytes in it, not the encoded ones: it can be planned without encoding, and packs are encoded side by side.
+
+Who calls: one task on the loop, which plans and owns the catalog; `upload_threads` workers read, verify and encode in a
+thread (`encode_threads` at once) and put in a thread. At most one pack per worker is in memory. Each acknowledged pack
+is one transaction, so that nothing acknowledged is sent again after a kill. Cancelling leaves puts on their way to
+finish alone: an object that nobody names is no harm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from ckptfs.config import Tuning
+from ckptfs.encoding.codec import encode
+from ckptfs.encoding.keys import pack_key
+from ckptfs.encoding.manifest import Content, decode_content
+from ckptfs.encoding.pack import PackBuilder, PackedChunk
+from ckptfs.errors import CkptfsError, ObjectExists, RemoteError
+from ckptfs.ids import ChunkId, ImageId, ObjectId, digest
+from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.cuts import CutFile, Cuts
+from ckptfs.local.catalog.packs import Packs
+from ckptfs.local.images import Images
+from ckptfs.remote.base import ObjectStore
+
+log = logging.getLogger(__name__)
+
+_SMALL_BODY = 64 << 10
+"""Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
+_RATE_OVER_S = 10.0
+"""The upload rate is averaged over about this long."""
+
+
+class DamagedContent(CkptfsError):
+    """Bytes of a sealed file are not what was hashed when it was sealed, and no other copy of them is here."""
+
+    def __init__(self, manifests: set[int]) -> None:
+        super().__init__(f"{len(manifests)} sealed files hold other bytes than when they were sealed")
+        self.manifests = manifests
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A chunk to be sent, and where its file has it."""
+
+    id: ChunkId
+    length: int
+    dtype: str | None
+    manifest: int
+    offset: int
+    """In the file, and so in its image."""
+
+
+class PackPlan:
+    """Decides which chunks share a pack. Pure."""
+
+    def __init__(self, pack_bytes: int) -> None:
+        self._pack_bytes = pack_bytes
+        self._shared: list[Needed] = []
+        self._shared_bytes = 0
+
+    def add(self, file: list[Needed]) -> list[list[Needed]]:
+        """The packs that are full once *file*'s new chunks, in order, were added."""
+        packs: list[list[Needed]] = []
+        current: list[Needed] = []
+        size = 0
+        for chunk in file:
+            if current and size + chunk.length > self._pack_bytes:
+                packs.append(current)
+                current, size = [], 0
+            current.append(chunk)
+            size += chunk.length
+        if size >= self._pack_bytes:
+            packs.append(current)
+            return packs
+        if self._shared and self._shared_bytes + size > self._pack_bytes:
+            packs.append(self._shared)
+            self._shared, self._shared_bytes = [], 0
+        self._shared += current
+        self._shared_bytes += size
+        return packs
+
+    def finish(self) -> list[list[Needed]]:
+        """What is left."""
+        left = [self._shared] if self._shared else []
+        self._shared, self._shared_bytes = [], 0
+        return left
+
+
+@dataclass
+class UploadCounters:
+    """What was sent since the process began."""
+
+    sent_bytes: int = 0
+    """Encoded."""
+    raw_bytes: int = 0
+    """The same bytes before they were encoded."""
+    packs: int = 0
+    puts: int = 0
+    rate_bytes_s: float = 0.0
+    """Raw bytes per second, lately."""
+    _rated_at: float = field(default_factory=time.monotonic)
+
+    def sent(self, encoded: int, raw: int) -> None:
+        now = time.monotonic()
+        elapsed = max(now - self._rated_at, 1e-3)
+        weight = min(1.0, elapsed / _RATE_OVER_S)
+        self.rate_bytes_s += weight * (raw / elapsed - self.rate_bytes_s)
+        self._rated_at = now
+        self.sent_bytes += encoded
+        self.raw_bytes += raw
+        self.packs += 1
+
+
+@dataclass
+class _Job:
+    """A pack on its way: what belongs into it, and the images where it may be found."""
+
+    chunks: list[Needed]
+    sources: dict[ChunkId, list[tuple[ImageId, int]]]
+
+
+class Uploader:
+    """Sends what file versions need and the remote lacks."""
+
+    def __init__(
+        self,
+        *,
+        contents: Contents,
+        cuts: Cuts,
+        packs: Packs,
+        images: Images,
+        remote: ObjectStore,
+        tuning: Tuning,
+        counters: UploadCounters,
+    ) -> None:
+        self._contents = contents
+        self._cuts = cuts
+        self._packs = packs
+        self._images = images
+        self._remote = remote
+        self._tuning = tuning
+        self._counters = counters
+        self._encoding = trio.CapacityLimiter(tuning.encode_threads)
+        self._putting = trio.CapacityLimiter(tuning.upload_threads)
+
+    async def upload(self, files: Iterable[CutFile], pending_bytes: int) -> None:
+        """Return when the remote has every chunk of *files*, which come in path order.
+
+        Raises the first RemoteError after the packs that were on their way have come through, DamagedContent when a
+        file's bytes are not what was sealed and OSError of the local disk.
+        """
+        large = pending_bytes > self._tuning.large_after_bytes
+        plan = PackPlan(self._tuning.pack_bytes_large if large else self._tuning.pack_bytes)
+        failures: list[Exception] = []
+        on_its_way: set[ChunkId] = set()
+        send, receive = trio.open_memory_channel[list[Needed]](0)
+        async with trio.open_nursery() as nursery:
+            for _ in range(self._tuning.upload_threads):
+                nursery.start_soon(self._work, receive.clone(), on_its_way, failures)
+            receive.close()
+            async with send:
+                try:
+                    for file in files:
+                        for pack in plan.add(await self._needed(file, on_its_way)):
+                            await send.send(pack)
+                        if failures:
+                            break
+                    else:
+                        for pack in plan.finish():
+                            await send.send(pack)
+                except trio.BrokenResourceError:  # every worker gave up
+                    pass
+        if failures:
+            raise next((each for each in failures if isinstance(each, DamagedContent)), failures[0])
+
+    async def _needed(self, file: CutFile, on_its_way: set[ChunkId]) -> list[Needed]:
+        """The chunks of *file* that neither the remote has nor a pack on its way."""
+        content = await self.content(file.manifest)
+        known = self._packs.known({chunk.id for chunk in content.chunks})
+        needed = []
+        for chunk, offset in zip(content.chunks, content.offsets(), strict=True):
+            if chunk.id not in known and chunk.id not in on_its_way:
+                on_its_way.add(chunk.id)
+                needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset))
+        return needed
+
+    async def content(self, manifest: int) -> Content:
+        """The chunk list of a sealed file of ours."""
+        body = self._contents.manifest(manifest).body
+        assert body is not None, "only what was sealed here is uploaded"
+        if len(body) <= _SMALL_BODY:
+            return decode_content(body)
+        return await trio.to_thread.run_sync(decode_content, body)
+
+    async def _work(
+        self, jobs: trio.MemoryReceiveChannel[list[Needed]], on_its_way: set[ChunkId], failures: list[Exception]
+    ) -> None:
+        async with jobs:
+            async for chunks in jobs:
+                try:
+                    await self._send(chunks)
+                except (CkptfsError, OSError) as error:
+                    failures.append(error)
+                    return
+                on_its_way.difference_update(chunk.id for chunk in chunks)  # the catalog knows them now
+
+    async def _send(self, chunks: list[Needed]) -> None:
+        job = _Job(chunks, self._sources(chunks, elsewhere=False))
+        packed = await self._build(job)
+        if isinstance(packed, set):  # moved or gone since: look at every place that is known now
+            job.sources |= self._sources([chunk for chunk in chunks if chunk.id in packed], elsewhere=True)
+            packed = await self._build(job)
+        if isinstance(packed, set):
+            raise DamagedContent({chunk.manifest for chunk in chunks if chunk.id in packed})
+        name, data, rows = packed
+        verified = await self._put(name, data)
+        self._packs.acknowledged(name, rows, verified=verified)
+        self._counters.sent(len(data), sum(chunk.length for chunk in chunks))
+
+    async def _build(self, job: _Job) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]] | set[ChunkId]:
+        return await trio.to_thread.run_sync(build_pack, job.chunks, job.sources, self._images, limiter=self._encoding)
+
+    async def _put(self, name: ObjectId, data: bytearray) -> bool:
+        key = pack_key(name)
+        self._counters.puts += 1
+        try:
+            return await trio.to_thread.run_sync(
+                partial(self._remote.put, key, data, if_absent=True), limiter=self._putting, abandon_on_cancel=True
+            )
+        except ObjectExists:
+            # An attempt whose answer was lost, or another machine with the same tree. The name fixes the layout.
+            size = await trio.to_thread.run_sync(self._remote.size, key, limiter=self._putting, abandon_on_cancel=True)
+            if size != len(data):
+                raise RemoteError(
+                    f"{self._remote.url} holds {key} with {size} bytes, and not {len(data)}: it is damaged", key=key
+                ) from None
+            return False
+
+    def _sources(self, chunks: list[Needed], *, elsewhere: bool) -> dict[ChunkId, list[tuple[ImageId, int]]]:
+        """Where on this disk *chunks* may be: in their own file's image, and *elsewhere*."""
+        images = {chunk.manifest: None for chunk in chunks}
+        own = {manifest: self._cuts.image_of(manifest) for manifest in images}
+        sources: dict[ChunkId, list[tuple[ImageId, int]]] = {}
+        for chunk in chunks:
+            image = own[chunk.manifest]
+            places = [(image, chunk.offset)] if image is not None else []
+            if elsewhere or not places:
+                places += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
+            sources[chunk.id] = places
+        return sources
+
+
+def build_pack(
+    chunks: list[Needed], sources: dict[ChunkId, list[tuple[ImageId, int]]], images: Images
+) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]] | set[ChunkId]:
+    """Read, verify and encode *chunks* into one pack; the chunks that no source has, when there are such.
+
+    Blocking; for a worker thread. Every byte is hashed again (invariant 6): what is packed has the name it is packed
+    under.
+    """
+    builder = PackBuilder()
+    missing: set[ChunkId] = set()
+    descriptors: dict[ImageId, int | None] = {}
+    try:
+        for chunk in chunks:
+            data = _read(chunk, sources[chunk.id], images, descriptors)
+            if data is None:
+                missing.add(chunk.id)
+            elif not missing:
+                codec, encoded = encode(data, chunk.dtype)
+                builder.add(chunk.id, chunk.length, codec, encoded)
+    finally:
+        for fd in descriptors.values():
+            if fd is not None:
+                os.close(fd)
+    return missing or builder.finish()
+
+
+def _read(
+    chunk: Needed, places: list[tuple[ImageId, int]], images: Images, descriptors: dict[ImageId, int | None]
+) -> bytes | None:
+    for image, offset in places:
+        if image not in descriptors:
+            try:
+                descriptors[image] = os.open(images.path(image), os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                descriptors[image] = None
+        fd = descriptors[image]
+        if fd is None:
+            continue
+        data = os.pread(fd, chunk.length, offset)
+        if len(data) == chunk.length and digest(data) == chunk.id:
+            return data
+        log.warning(
+            "image %016x has other bytes at %d than when chunk %s was sealed", image, offset, chunk.id.hex()[:16]
+        )
+    return None
