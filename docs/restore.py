@@ -166,13 +166,13 @@ def decode(codec, data, length):
 
 
 class Merged:
-    """The trees of all current heads as one: by directory id and name, the newest stamp wins."""
+    """The trees of all current heads as one: by directory id and name, the newest wins."""
 
     def __init__(self, remote, heads):
         self.remote = remote
         self.names = {}  # directory id -> name -> entry
         self.newest = {}  # file id -> the entry with its last change: content and attributes
-        self.place = {}  # directory id -> its last binding: a directory is in one place only
+        self.place = {}  # directory id -> (stamp, parent's id, name) of its last binding: it is in one place only
         done = set()
         waiting = [reference for head in heads for reference in head["lanes"].values()]
         while waiting:
@@ -198,7 +198,8 @@ class Merged:
 
     @staticmethod
     def binding(entry):
-        return entry["stamp"], entry.get("id", "")
+        changed = entry.get("changed", 0) if "tree" not in entry else 0
+        return max(entry["stamp"], changed), entry.get("id", "")
 
     def version(self, entry):
         return (
@@ -220,18 +221,30 @@ class Merged:
         if known is None or self.version(known) < self.version(entry):
             self.newest[entry["id"]] = entry
         if "tree" in entry:
-            place = self.place.get(entry["id"])
-            if place is None or self.binding(place) < self.binding(entry):
-                self.place[entry["id"]] = entry
+            place = (entry["stamp"], directory, name)
+            self.place[entry["id"]] = max(place, self.place.get(entry["id"], place))
 
     def live(self, directory):
         """(name, entry with content and attributes) of what *directory* holds, tombstones left out."""
         for name, entry in sorted(self.names.get(directory, {}).items()):
             if "id" not in entry:
                 continue
-            if "tree" in entry and self.binding(self.place[entry["id"]]) > self.binding(entry):
+            if "tree" in entry and self.place[entry["id"]][1:] != (directory, name):
                 continue  # renamed to elsewhere by another writer
             yield name, self.newest[entry["id"]]
+
+    def loops(self, visited):
+        """Directories that two writers moved into each other: no path leads there from the root."""
+        for directory in self.place.keys() - visited:
+            above = [directory]
+            while above[-1] not in visited:
+                _, parent, name = self.place[above[-1]]
+                if self.names[parent][name].get("id") != above[-1]:
+                    break  # removed
+                if parent in above:
+                    yield directory, name
+                    break
+                above.append(parent)
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -318,6 +331,8 @@ def restore(remote, target):
                     set_attributes(path, entry)
             except (OSError, Damaged, KeyError, ValueError) as error:
                 fail(os.fsdecode(path), error)
+    for directory, name in merged.loops(visited):
+        fail(os.fsdecode(name), f"directory {directory} was moved into itself by two writers at once; left out")
     for path, entry in reversed(directories):  # last, as making what is inside changes their times
         set_attributes(path, entry)
 

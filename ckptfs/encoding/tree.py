@@ -67,8 +67,13 @@ class Entry:
 
     @property
     def binding(self) -> tuple[int, bytes]:
-        """Of two entries for one name, the greater is what the name means. At equal stamps any fixed order serves."""
-        return self.stamp, self.file_id or b""
+        """Of two entries for one name, the greater is what the name means; at equal stamps any fixed order serves.
+
+        A file's last change counts too, so that an edit outlives an older removal or replacement by another writer.
+        """
+        if self.file_id is None:
+            return self.stamp, b""
+        return self.stamp if stat.S_ISDIR(self.mode) else max(self.stamp, self.changed), self.file_id
 
     @property
     def version(self) -> tuple[object, ...]:

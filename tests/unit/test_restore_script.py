@@ -147,7 +147,10 @@ def test_everything_comes_back(copy: Copy, tmp_path: Path) -> None:
 
 
 def test_several_writers(copy: Copy, tmp_path: Path) -> None:
-    """Current heads are merged by directory id and name: renames, late additions, tombstones, newer content."""
+    """Current heads are merged by directory id and name: renames, late additions, tombstones, newer content.
+
+    The file that A rewrote after B had renamed it keeps both names: an edit outlives an older removal.
+    """
     old = copy.file(b"old", [b"old"])
     rewritten = replace(copy.file(b"file", [b"second"]), changed=Stamp(20))
     run = copy.folder(b"run", copy.file(b"step1", [b"1"]))
@@ -163,7 +166,17 @@ def test_several_writers(copy: Copy, tmp_path: Path) -> None:
     done = copy.restore(target)
     assert (done.returncode, done.stderr) == (0, "")
     found = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
-    assert found == {"done/step1": "1", "done/step2": "2", "renamed": "second", "other": "o"}
+    assert found == {"done/step1": "1", "done/step2": "2", "renamed": "second", "file": "second", "other": "o"}
+
+
+def test_directories_moved_into_each_other(copy: Copy, tmp_path: Path) -> None:
+    """Such a loop has no path from the root: it is reported, and a directory that was just removed is not."""
+    x, y, z = (copy.folder(name) for name in (b"x", b"y", b"z"))
+    copy.head(A, 1, copy.folder(b"x", replace(y, stamp=Stamp(5))), Entry(b"y", Stamp(5)), Entry(b"z", Stamp(5)))
+    copy.head(B, 1, copy.folder(b"y", replace(x, stamp=Stamp(6))), Entry(b"x", Stamp(6)), z)
+    done = copy.restore(tmp_path / "target")
+    assert done.returncode == 1 and os.listdir(tmp_path / "target") == []
+    assert sorted(line.split()[1] for line in done.stderr.splitlines()) == ["x:", "y:"]
 
 
 def test_a_head_that_covers_another_replaces_it(copy: Copy, tmp_path: Path) -> None:

@@ -229,11 +229,24 @@ def test_parts_that_do_not_fit() -> None:
 
 
 def test_what_is_newer() -> None:
-    """The newest stamp decides what a name means, the newest change what a file holds; ties have one fixed answer."""
-    old = entry(b"x")
+    """The newest binding or edit decides what a name means, the newest change what a file holds; ties are fixed."""
+
+    def newest(*candidates: Entry) -> Entry:
+        first, last = (max(order, key=lambda one: one.binding) for order in (candidates, candidates[::-1]))
+        assert first is last
+        return first
+
+    old = entry(b"x", changed=Stamp(2))
     gone = Entry(b"x", Stamp(8))
-    assert max(old, gone, key=lambda one: one.binding) is gone
-    assert max(old, replace(gone, stamp=old.stamp), key=lambda one: one.binding) is old
+    assert newest(old, gone) is gone
+    assert newest(old, replace(gone, stamp=old.stamp)) is old
+    edited = replace(old, changed=Stamp(9))
+    assert newest(edited, gone) is edited  # an edit outlives an older removal
+    directory = entry(b"x", stat.S_IFDIR, changed=Stamp(9))
+    assert newest(directory, gone) is gone  # a directory's times change with every name in it
+    other = replace(old, file_id=FileId(bytes([2]) * 16))
+    assert newest(old, other) is other
+
     renamed = replace(old, name=b"y", stamp=Stamp(20))
     written = replace(old, changed=Stamp(30), size=8)
     assert max(renamed, written, key=lambda one: one.version) is written
