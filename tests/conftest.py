@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.proxy import FaultProxy
 from tests.support.seaweed import Seaweed
 
 
@@ -64,3 +65,10 @@ def bucket(seaweed: Seaweed, request: pytest.FixtureRequest) -> Iterator[Bucket]
     name = seaweed.create_bucket(request.node.name)
     yield Bucket(name, f"s3://{name}", seaweed.environment())
     seaweed.delete_bucket(name)
+
+
+@pytest.fixture
+def s3_proxy(seaweed: Seaweed) -> Iterator[FaultProxy]:
+    """A proxy in front of the server; give `seaweed.environment(s3_proxy.endpoint)` to what should go through it."""
+    with FaultProxy(seaweed.endpoint) as proxy:
+        yield proxy

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from urllib.parse import urlsplit
 
+import botocore.loaders
 import botocore.session
 import urllib3.exceptions
 from botocore import exceptions as boto_errors
@@ -44,6 +45,9 @@ PAGE = 1000
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
 """Longest silence within a request; a store that is slow but moves is given its time."""
+
+_LOADER = botocore.loaders.create_loader()
+"""botocore's descriptions of S3, parsed once per process: 10 MB and 0.15 s, which each session would pay again."""
 
 _CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
@@ -342,6 +346,7 @@ class S3Store:
             return next((environment[name] for name in names if environment.get(name)), None)
 
         session = botocore.session.Session(profile=from_environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE"))
+        session.register_component("data_loader", _LOADER)
         for variable, name in (
             ("config_file", "AWS_CONFIG_FILE"),
             ("credentials_file", "AWS_SHARED_CREDENTIALS_FILE"),

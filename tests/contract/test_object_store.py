@@ -194,7 +194,7 @@ def test_long_listing(suite_bucket: Bucket, tmp_path: Path) -> None:
         DirectoryStore(str(tmp_path / "remote")),
     ):
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda key, store=store: store.put(key, b""), keys))  # type: ignore[misc]
+            list(pool.map(lambda key, store=store: store.put(key, b""), keys))
         assert keys_of(store, limit=5000) == keys
         assert store.list("", limit=1005).truncated
         store.delete(keys)
@@ -274,9 +274,9 @@ def test_s3_without_bucket_or_rights(suite_bucket: Bucket) -> None:
         assert not unusable.value.temporary
     wrong = {**suite_bucket.environment, "AWS_SECRET_ACCESS_KEY": "wrong"}
     refused = open_remote(f"{suite_bucket.url}/x", environment=wrong)
-    for call in (lambda: refused.put("k", b""), lambda: refused.get("k"), lambda: refused.size("k")):
+    for refusal in (lambda: refused.put("k", b""), lambda: refused.get("k"), lambda: refused.size("k")):
         with pytest.raises(RemoteForbidden, match="refuses these credentials") as forbidden:
-            call()
+            refusal()
         assert forbidden.value.temporary
 
 

@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import boto3
 from botocore.config import Config
@@ -75,6 +76,7 @@ class Seaweed:
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ports: dict[str, int] = {}
+        self._client: Any = None
 
     @property
     def endpoint(self) -> str:
@@ -180,18 +182,16 @@ class Seaweed:
         self._request("delete_bucket", Bucket=bucket)
 
     def _request(self, operation: str, **arguments: object) -> None:
-        client = boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            region_name="us-east-1",
-            config=Config(connect_timeout=2, read_timeout=10, retries={"total_max_attempts": 1}),
-        )
-        try:
-            getattr(client, operation)(**arguments)
-        finally:
-            client.close()
+        if self._client is None:
+            self._client = boto3.client(
+                "s3",
+                endpoint_url=self.endpoint,
+                aws_access_key_id=ACCESS_KEY,
+                aws_secret_access_key=SECRET_KEY,
+                region_name="us-east-1",
+                config=Config(connect_timeout=2, read_timeout=10, retries={"total_max_attempts": 1}),
+            )
+        getattr(self._client, operation)(**arguments)
 
     def log(self) -> str:
         """What the server printed."""
@@ -200,6 +200,9 @@ class Seaweed:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def _kill(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
         process, self._process = self._process, None
         if process is None:
             return

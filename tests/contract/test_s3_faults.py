@@ -1,0 +1,303 @@
+"""S3 behind a faulty network and a faulty server: each fault has its error, and none corrupts or hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from botocore.credentials import Credentials
+
+from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbidden, RemoteUnusable
+from ckptfs.remote.retry import Limits, Retrying
+from ckptfs.remote.s3 import S3Store
+from tests.support.proxy import FaultProxy, Faults
+from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+
+DATA = os.urandom(300_000)
+READ_TIMEOUT_S = 0.6
+GET = frozenset({"GET"})
+PUT = frozenset({"PUT"})
+
+
+@pytest.fixture(scope="module")
+def bucket_name(seaweed: Seaweed) -> Iterator[str]:
+    """One bucket for all tests here: the first object of each new bucket costs the server 0.2 s."""
+    name = seaweed.create_bucket("faults")
+    yield name
+    seaweed.delete_bucket(name)
+
+
+@pytest.fixture
+def store(seaweed: Seaweed, bucket_name: str, s3_proxy: FaultProxy, tmp_path: Path) -> S3Store:
+    """A store behind the proxy, under a prefix of its own, with one object "k" and short timeouts."""
+    made = S3Store(
+        bucket_name,
+        tmp_path.name,
+        environment=seaweed.environment(s3_proxy.endpoint),
+        connect_timeout_s=2,
+        read_timeout_s=READ_TIMEOUT_S,
+    )
+    assert made.put("k", DATA)
+    s3_proxy.reset()
+    return made
+
+
+def calls(store: S3Store) -> list[Callable[[], object]]:
+    """One of each kind of request."""
+    return [
+        lambda: store.put("new", DATA),
+        lambda: store.put("newer", DATA, if_absent=True),
+        lambda: store.get("k"),
+        lambda: store.get("k", 5, 10),
+        lambda: store.get_tail("k", 10),
+        lambda: store.size("k"),
+        lambda: store.list(""),
+        lambda: store.list_folders(""),
+        lambda: store.delete(["new"]),
+    ]
+
+
+def fails(
+    call: Callable[[], object], kind: type[RemoteError], *, temporary: bool, match: str | None = None
+) -> RemoteError:
+    """Check that *call* raises exactly *kind* and says where."""
+    with pytest.raises(RemoteError, match=match) as caught:
+        call()
+    assert type(caught.value) is kind and caught.value.temporary is temporary, repr(caught.value)
+    assert "s3://" in str(caught.value)
+    return caught.value
+
+
+def test_nothing_wrong(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """The proxy itself changes nothing and counts requests and bytes."""
+    for call in calls(store):
+        call()
+    assert store.get("k") == DATA
+    counts = s3_proxy.counts
+    assert counts["GET"].bytes_down >= 2 * len(DATA)
+    assert counts["PUT"].bytes_up >= 2 * len(DATA)
+    assert counts["POST"].requests == 1
+
+
+@pytest.mark.parametrize("mode", ["refuse", "black_hole"])
+def test_no_answer(store: S3Store, s3_proxy: FaultProxy, mode: str) -> None:
+    """A store that is down, or accepts and says nothing, is a temporary error within the timeout, and heals."""
+    s3_proxy.faults = Faults(mode=mode)  # type: ignore[arg-type]
+    for call in calls(store):
+        begun = time.monotonic()
+        fails(call, RemoteError, temporary=True, match="no answer")
+        assert time.monotonic() - begun < 5
+    s3_proxy.heal()
+    assert store.get("k") == DATA
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "temporary", "match"),
+    [
+        (503, "SlowDown", RemoteError, True, "SlowDown"),
+        (503, "ServiceUnavailable", RemoteError, True, None),
+        (500, "InternalError", RemoteError, True, None),
+        (502, "", RemoteError, True, None),
+        (507, "XMinioStorageFull", RemoteError, True, None),
+        (429, "TooManyRequests", RemoteError, True, None),
+        (400, "RequestTimeout", RemoteError, True, None),
+        (409, "OperationAborted", RemoteError, True, None),
+        (403, "AccessDenied", RemoteForbidden, True, "rights on the bucket"),
+        (403, "SignatureDoesNotMatch", RemoteForbidden, True, "refuses these credentials"),
+        (403, "InvalidAccessKeyId", RemoteForbidden, True, "refuses these credentials"),
+        (400, "ExpiredToken", RemoteForbidden, True, "expired"),
+        (403, "RequestTimeTooSkewed", RemoteForbidden, True, "clock"),
+        (404, "NoSuchBucket", RemoteUnusable, False, "no such bucket"),
+        (400, "AuthorizationHeaderMalformed", RemoteUnusable, False, "AWS_DEFAULT_REGION"),
+        (400, "InvalidArgument", RemoteError, False, "InvalidArgument"),
+        (404, "NoSuchKey", ObjectMissing, False, "no such object"),
+    ],
+)
+def test_refusals(
+    store: S3Store,
+    s3_proxy: FaultProxy,
+    status: int,
+    code: str,
+    kind: type[RemoteError],
+    temporary: bool,
+    match: str | None,
+) -> None:
+    """Each error answer becomes the class that says what to do, for every request that has a body to say so."""
+    s3_proxy.faults = Faults(error_share=1.0, error=(status, code))
+    for call in (lambda: store.put("new", DATA), lambda: store.get("k", 3, 9), lambda: store.list("")):
+        fails(call, kind, temporary=temporary, match=match)
+    if kind is not ObjectMissing:
+        fails(lambda: store.delete(["new"]), kind, temporary=temporary, match=match)
+
+
+def test_head_has_only_a_status(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """Answers to HEAD carry no code: the status decides."""
+    for status, kind in ((503, RemoteError), (403, RemoteForbidden)):
+        s3_proxy.faults = Faults(error_share=1.0, error=(status, "ignored"))
+        fails(lambda: store.size("k"), kind, temporary=True)
+    s3_proxy.faults = Faults(error_share=1.0, error=(404, "ignored"))
+    assert store.size("k") is None
+
+
+@pytest.mark.parametrize("cut_after", [0, 1, 100_000, len(DATA) - 1])
+def test_body_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_after: int) -> None:
+    """A body that breaks off is a temporary error, never fewer bytes."""
+    s3_proxy.faults = Faults(cut_after=cut_after, methods=GET)
+    fails(lambda: store.get("k"), RemoteError, temporary=True)
+    fails(lambda: store.get("k", 0, len(DATA)), RemoteError, temporary=True)
+    fails(lambda: store.get_tail("k", len(DATA)), RemoteError, temporary=True)
+    s3_proxy.heal()
+    assert store.get("k") == DATA
+
+
+def test_body_that_stops(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A body that stops coming ends with the read timeout; one that is merely slow is waited for."""
+    s3_proxy.faults = Faults(down_bytes_per_s=10_000)  # a block takes 1.6 s, the timeout is 0.6 s
+    fails(lambda: store.get("k"), RemoteError, temporary=True, match="no answer")
+    s3_proxy.faults = Faults(down_bytes_per_s=200_000)
+    begun = time.monotonic()
+    assert store.get("k") == DATA
+    assert time.monotonic() - begun > 1.0
+
+
+def test_slow_upload(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """An upload over a slow line succeeds, and its rate is the line's."""
+    s3_proxy.faults = Faults(up_bytes_per_s=600_000)
+    begun = time.monotonic()
+    assert store.put("slow", DATA)
+    assert time.monotonic() - begun > 0.4
+
+
+def test_bytes_changed_on_the_way_up(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A body that changed on its way is refused by the store and nothing is stored; sent again it is fine."""
+    s3_proxy.faults = Faults(flip_up=True, methods=PUT)
+    error = fails(lambda: store.put("new", DATA), RemoteError, temporary=True)
+    assert any(code in str(error) for code in ("BadDigest", "XAmzContentSHA256Mismatch"))
+    s3_proxy.heal()
+    assert store.size("new") is None
+    assert store.put("new", DATA)
+
+
+def test_bytes_changed_on_the_way_down(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A range carries no checksum on S3: finding changed bytes is left to whoever knows their digest."""
+    s3_proxy.faults = Faults(flip_down=True, methods=GET)
+    got = store.get("k", 0, len(DATA))
+    assert len(got) == len(DATA) and sum(a != b for a, b in zip(got, DATA, strict=True)) == 1
+
+
+def test_lost_answer(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """When the store acknowledged but the answer was lost, the error is temporary and the object is there."""
+    s3_proxy.faults = Faults(drop_answer=True, methods=PUT)
+    fails(lambda: store.put("new", DATA), RemoteError, temporary=True)
+    s3_proxy.heal()
+    assert store.get("new") == DATA
+
+
+def test_lost_answer_of_a_conditional_put(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """Repeating a conditional put whose answer was lost finds its own object and succeeds; another's is a conflict."""
+    store.put("settled", b"", if_absent=True)
+    answers: list[str] = []
+
+    def heal(error: RemoteError, wait_s: float) -> None:
+        answers.append(str(error))
+        s3_proxy.heal()
+
+    retrying = Retrying(store, Limits(attempts=3), on_retry=heal, sleep=lambda _: None)
+    s3_proxy.faults = Faults(drop_answer=True, methods=PUT)
+    assert retrying.put("head", DATA, if_absent=True) is True
+    assert len(answers) == 1 and store.get("head") == DATA
+
+    store.put("theirs", b"theirs")
+    s3_proxy.faults = Faults(error_share=1.0, methods=PUT)
+    with pytest.raises(ObjectExists):
+        retrying.put("theirs", DATA, if_absent=True)
+    assert store.get("theirs") == b"theirs"
+
+
+def test_throttling_heals_by_retries(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """With 90 % of requests refused, retries bring every object through, and each waits longer than the one before."""
+    s3_proxy.faults = Faults(error_share=0.9)
+    waits: list[float] = []
+    retrying = Retrying(store, on_retry=lambda _, wait_s: waits.append(wait_s), sleep=lambda _: None, jitter=lambda: 1)
+    for number in range(5):
+        assert retrying.put(f"t/{number}", DATA)
+    assert len(waits) == s3_proxy.counts["PUT"].requests - 5 > 5
+    assert max(waits) > 4
+
+
+def test_cancelled_while_waiting(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A call that waits for a store which is down ends when it is cancelled, with the error it waited on."""
+    cancel, waiting = threading.Event(), threading.Event()
+    retrying = Retrying(store, Limits(first_s=600, cancel=cancel), on_retry=lambda *_: waiting.set(), jitter=lambda: 1)
+    s3_proxy.faults = Faults(mode="refuse")
+    caught: list[RemoteError] = []
+
+    def wait() -> None:
+        try:
+            retrying.get("k")
+        except RemoteError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    assert waiting.wait(10)
+    cancel.set()
+    thread.join(10)
+    assert caught and caught[0].temporary
+
+
+def test_store_without_conditional_put(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A store that answers 501 to If-None-Match is asked for the key first, and not bothered with it again."""
+    s3_proxy.faults = Faults(error_share=1.0, error=(501, "NotImplemented"), error_header="If-None-Match")
+    assert store.put("head", b"one", if_absent=True)
+    assert s3_proxy.counts["PUT"].requests == 2
+    with pytest.raises(ObjectExists):
+        store.put("head", b"two", if_absent=True)
+    assert store.put("other", b"three", if_absent=True)
+    assert s3_proxy.counts["PUT"].requests == 3
+    assert store.get("head") == b"one"
+
+
+def test_store_that_ignores_conditions(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A store that takes If-None-Match for nothing is found out before it replaces an object."""
+    s3_proxy.faults = Faults(ignore_condition=Credentials(ACCESS_KEY, SECRET_KEY))
+    store.put("taken", b"theirs")
+    with pytest.raises(ObjectExists):
+        store.put("taken", b"ours", if_absent=True)
+    assert store.put("head", b"one", if_absent=True)
+    for key in ("head", "taken"):
+        with pytest.raises(ObjectExists):
+            store.put(key, b"two", if_absent=True)
+    assert (store.get("head"), store.get("taken")) == (b"one", b"theirs")
+
+
+def test_store_without_bulk_delete(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A store that does not know DeleteObjects has its objects deleted one by one."""
+    s3_proxy.faults = Faults(error_share=1.0, error=(501, "NotImplemented"), methods=frozenset({"POST"}))
+    store.delete(["k", "never/was"])
+    store.delete(["k"])
+    assert store.list("").objects == ()
+    assert s3_proxy.counts["POST"].requests == 1
+
+
+def test_no_credentials(seaweed: Seaweed, tmp_path: Path) -> None:
+    """Without any credentials the message says which variables to set."""
+    environment = {
+        "AWS_ENDPOINT_URL": seaweed.endpoint,
+        "AWS_SHARED_CREDENTIALS_FILE": f"{tmp_path}/none",
+        "AWS_CONFIG_FILE": f"{tmp_path}/none",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    store = S3Store("bucket", environment=environment)
+    fails(lambda: store.get("k"), RemoteForbidden, temporary=True, match="AWS_ACCESS_KEY_ID")
+
+
+def test_not_s3_at_all(seaweed: Seaweed, s3_proxy: FaultProxy) -> None:
+    """TLS spoken to a server without it, and a host that does not exist, are temporary errors that say so."""
+    for endpoint in (s3_proxy.endpoint.replace("http:", "https:"), "http://no-such-host.invalid:1"):
+        store = S3Store("bucket", environment=seaweed.environment(endpoint))
+        fails(lambda store=store: store.get("k"), RemoteError, temporary=True)  # type: ignore[misc]
