@@ -23,7 +23,7 @@ from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbid
 from ckptfs.remote.base import Buffer, Listing, ObjectInfo, check_folder, check_key, check_range, is_key
 
 TEMPORARY = ".tmp"
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 """Step of reading back: small beside a pack, large beside a system call."""
 _STALE_S = 24 * 3600.0
 """A temporary file this old belongs to nobody: no upload takes a day."""
@@ -281,7 +281,7 @@ def _holds(path: str, body: memoryview) -> bool:
     at = 0
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
-            if block != body[at : at + len(block)]:
+            if block != bytes(body[at : at + len(block)]):  # memcmp: a memoryview is compared item by item
                 return False
             at += len(block)
     return at == len(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -252,6 +253,27 @@ def test_many_threads(store: ObjectStore) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert len(keys_of(store)) == 40
+
+
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+def test_bodies_are_not_copied(kind: str, suite_bucket: Bucket, tmp_path: Path) -> None:
+    """Storing a pack takes no memory beside the pack, and getting one takes its size once."""
+    urls = {"directory": f"file://{tmp_path}/remote", "s3": f"{suite_bucket.url}/memory"}
+    store = open_remote(urls[kind], environment=suite_bucket.environment)
+    size = 8 << 20
+    data = bytearray(os.urandom(size))
+    store.put("warm", b"up")
+    store.get("warm")
+    tracemalloc.start()
+    try:
+        assert store.put("pack", data)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        assert len(store.get("pack", 0, size)) == size
+        assert tracemalloc.get_traced_memory()[1] - before < size + (2 << 20)
+    finally:
+        tracemalloc.stop()
 
 
 def test_prefixes_do_not_meet(suite_bucket: Bucket, tmp_path: Path) -> None:
