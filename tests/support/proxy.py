@@ -130,6 +130,9 @@ class FaultProxy:
             count.bytes_up += up
             count.bytes_down += down
 
+    def arrived(self, method: str, target: str) -> None:
+        """A request began. For subclasses that tell requests of one method apart by their *target*."""
+
     def current(self) -> tuple[Faults, threading.Event]:
         """The faults now, and an event that is set when they are replaced."""
         with self._lock:
@@ -231,6 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
         proxy = self.server.proxy
         faults, changed = proxy.current()
         proxy.count(self.command, requests=1)
+        proxy.arrived(self.command, self.path)
         if faults.mode == "black_hole":
             changed.wait()
             return self._drop()
