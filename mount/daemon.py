@@ -55,7 +55,7 @@ _QUIET_S = 10.0
 finish its step. Bounded by `stop_timeout_s`; `ckptfs umount` and a second signal do not wait for it."""
 
 _LOOK_EVERY_S = 0.2
-_REMOTE_CHECK_S = 60.0  # a remote that has not answered by then counts as unreachable
+_REMOTE_CHECK = Limits(0.5, 4.0, attempts=4, deadline_s=30.0)  # then a remote counts as unreachable: somebody waits
 _FIRST_ANSWER_S = 30.0  # from mount(2) to the first answered stat
 _HANDLERS_END_S = 5.0  # requests still being served when the loop is told to end; then they are cancelled
 _ANSWERS_S = 10.0  # for control clients to read the summary
@@ -171,7 +171,7 @@ class Daemon:
         except (OSError, trio.TooSlowError) as error:
             raise MountError(f"{self._order.mountpoint} was mounted, but does not answer ({error})") from error
         log.info("mounted %s, remote %s", self._order.mountpoint, self._settings.remote)
-        reporter.ready()
+        reporter.ready(self._settings.remote)
         self.announced = True
 
     async def _fuse_loop(self) -> None:
@@ -303,7 +303,7 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
 def _settle(store: Store, order: Order) -> ObjectStore | None:
     """Open the remote and see that it may be used; then the store remembers what *order* says.
 
-    Raises MountError, RemoteError; waits at most `_REMOTE_CHECK_S`.
+    Raises MountError and RemoteError.
     """
     first = not (store.path / "settings.json").exists()
     known = store.settings
@@ -316,8 +316,7 @@ def _settle(store: Store, order: Order) -> ObjectStore | None:
                 f"the store {store.path} replicates to {known.remote}, not to {remote.url}: "
                 "choose another store (--store), or leave --remote out"
             )
-        limits = Limits(known.tuning.retry_first_s, _REMOTE_CHECK_S / 4, deadline_s=_REMOTE_CHECK_S)
-        admit(Retrying(remote, limits), create=not order.read_only)
+        admit(Retrying(remote, _REMOTE_CHECK), create=not order.read_only)
     root = os.geteuid() == 0
     if order.owner is not None:
         _owner(order.owner)

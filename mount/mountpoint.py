@@ -54,7 +54,7 @@ def mounted_at(mountpoint: str) -> Mount | None:
 def is_dead(mountpoint: str) -> bool:
     """Whether *mountpoint* is a FUSE mount whose daemon is gone ("Transport endpoint is not connected")."""
     try:
-        os.stat(mountpoint)
+        os.statvfs(mountpoint)  # always asks the daemon; stat may be answered from the kernel's memory of a dead one
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False

@@ -48,7 +48,7 @@ class Reporter(Protocol):
     """Who started the daemon and waits to hear how it went: notes, then ready or one error."""
 
     def note(self, text: str) -> None: ...
-    def ready(self) -> None: ...
+    def ready(self, remote: str | None) -> None: ...
     def error(self, text: str) -> None: ...
     def ended(self, text: str) -> None: ...
 
@@ -63,12 +63,15 @@ class PipeReporter:
     def note(self, text: str) -> None:
         self._write({"note": text})
 
-    def ready(self) -> None:
-        self._write({"ready": True})
+    def ready(self, remote: str | None) -> None:
+        self._write({"ready": True, "remote": remote})
         os.close(self._fd)
 
     def error(self, text: str) -> None:
-        self._write({"error": text})
+        try:
+            self._write({"error": text})
+        except MountError:
+            pass  # nobody is there to hear that it failed; the log has it
         os.close(self._fd)
 
     def ended(self, text: str) -> None:

@@ -91,12 +91,12 @@ def mount(
         _take_over(chosen)
         if foreground:
             sys.exit(_serve_here(order))
-        _start(order)
+        where = _start(order)
     except BaseException:
         if created and mounts.mounted_at(mountpoint) is None:
             _remove_if_empty(mountpoint)
         raise
-    _announce(order)
+    _announce(order, where)
 
 
 @click.command()
@@ -154,8 +154,8 @@ class _ForegroundReporter:
     def note(self, text: str) -> None:
         click.echo(text)
 
-    def ready(self) -> None:
-        _announce(self._order)
+    def ready(self, remote: str | None) -> None:
+        _announce(self._order, remote)
 
     def error(self, text: str) -> None:
         click.echo(f"Error: {text}", err=True)
@@ -237,8 +237,8 @@ def _lock_is_free(store: Path) -> bool:
     return True
 
 
-def _start(order: Order) -> None:
-    """Start the daemon and wait until it is ready. Raises MountError with what it says."""
+def _start(order: Order) -> str | None:
+    """Start the daemon and wait until it is ready; its remote's URL. Raises MountError with what it says."""
     reading, writing = os.pipe()
     log = os.open(Path(order.store) / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     process = subprocess.Popen(
@@ -261,7 +261,8 @@ def _start(order: Order) -> None:
                 elif "error" in message:
                     raise MountError(message["error"])
                 elif "ready" in message:
-                    return
+                    remote: str | None = message["remote"]
+                    return remote
     except KeyboardInterrupt:
         process.terminate()
         raise
@@ -274,9 +275,8 @@ def _serve_here(order: Order) -> int:
     return serve(order, _ForegroundReporter(order), foreground=True)
 
 
-def _announce(order: Order) -> None:
+def _announce(order: Order, remote: str | None) -> None:
     placement.remember(order.mountpoint, Path(order.store))
-    remote = ask(Path(order.store), "hello")["remote"] if order.remote is None else order.remote
     click.echo(f"remote  {remote}" if remote else "remote  none: the store alone")
     click.echo(f"mounted {order.mountpoint}")
 
