@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,6 +40,10 @@ log = logging.getLogger(__name__)
 
 _SMALL_BODY = 64 << 10
 """Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
+_LOOK_UP = 5000
+"""Chunks looked up before others may run: about 10 ms."""
+_DESCRIPTORS = 16
+"""Images held open while a pack is built; a pack of small files has thousands."""
 _RATE_OVER_S = 10.0
 """The upload rate is averaged over about this long."""
 
@@ -145,6 +150,7 @@ class Uploader:
         remote: ObjectStore,
         tuning: Tuning,
         counters: UploadCounters,
+        acknowledged: Callable[[ObjectId], None] = lambda name: None,
     ) -> None:
         self._contents = contents
         self._cuts = cuts
@@ -153,6 +159,7 @@ class Uploader:
         self._remote = remote
         self._tuning = tuning
         self._counters = counters
+        self._acknowledged = acknowledged
         self._encoding = trio.CapacityLimiter(tuning.encode_threads)
         self._putting = trio.CapacityLimiter(tuning.upload_threads)
 
@@ -183,18 +190,24 @@ class Uploader:
                             await send.send(pack)
                 except trio.BrokenResourceError:  # every worker gave up
                     pass
+                except CkptfsError as error:
+                    failures.append(error)
         if failures:
             raise next((each for each in failures if isinstance(each, DamagedContent)), failures[0])
 
     async def _needed(self, file: CutFile, on_its_way: set[ChunkId]) -> list[Needed]:
         """The chunks of *file* that neither the remote has nor a pack on its way."""
         content = await self.content(file.manifest)
-        known = self._packs.known({chunk.id for chunk in content.chunks})
+        offsets = content.offsets()
         needed = []
-        for chunk, offset in zip(content.chunks, content.offsets(), strict=True):
-            if chunk.id not in known and chunk.id not in on_its_way:
-                on_its_way.add(chunk.id)
-                needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset))
+        for start in range(0, len(content.chunks), _LOOK_UP):
+            await trio.lowlevel.checkpoint()
+            chunks = content.chunks[start : start + _LOOK_UP]
+            known = self._packs.known({chunk.id for chunk in chunks})
+            for chunk, offset in zip(chunks, offsets[start : start + _LOOK_UP], strict=True):
+                if chunk.id not in known and chunk.id not in on_its_way:
+                    on_its_way.add(chunk.id)
+                    needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset))
         return needed
 
     async def content(self, manifest: int) -> Content:
@@ -228,6 +241,7 @@ class Uploader:
         name, data, rows = packed
         verified = await self._put(name, data)
         self._packs.acknowledged(name, rows, verified=verified)
+        self._acknowledged(name)
         self._counters.sent(len(data), sum(chunk.length for chunk in chunks))
 
     async def _build(self, job: _Job) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]] | set[ChunkId]:
@@ -273,7 +287,7 @@ def build_pack(
     """
     builder = PackBuilder()
     missing: set[ChunkId] = set()
-    descriptors: dict[ImageId, int | None] = {}
+    descriptors: OrderedDict[ImageId, int] = OrderedDict()
     try:
         for chunk in chunks:
             data = _read(chunk, sources[chunk.id], images, descriptors)
@@ -284,27 +298,32 @@ def build_pack(
                 builder.add(chunk.id, chunk.length, codec, encoded)
     finally:
         for fd in descriptors.values():
-            if fd is not None:
-                os.close(fd)
+            os.close(fd)
     return missing or builder.finish()
 
 
 def _read(
-    chunk: Needed, places: list[tuple[ImageId, int]], images: Images, descriptors: dict[ImageId, int | None]
+    chunk: Needed, places: list[tuple[ImageId, int]], images: Images, descriptors: OrderedDict[ImageId, int]
 ) -> bytes | None:
     for image, offset in places:
-        if image not in descriptors:
-            try:
-                descriptors[image] = os.open(images.path(image), os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                descriptors[image] = None
-        fd = descriptors[image]
-        if fd is None:
+        try:
+            data = os.pread(_open(image, images, descriptors), chunk.length, offset)
+        except FileNotFoundError:
             continue
-        data = os.pread(fd, chunk.length, offset)
+        except OSError as error:
+            log.error("image %016x cannot be read at %d: %s", image, offset, error)
+            continue
         if len(data) == chunk.length and digest(data) == chunk.id:
             return data
         log.warning(
             "image %016x has other bytes at %d than when chunk %s was sealed", image, offset, chunk.id.hex()[:16]
         )
     return None
+
+
+def _open(image: ImageId, images: Images, descriptors: OrderedDict[ImageId, int]) -> int:
+    if image not in descriptors:
+        if len(descriptors) >= _DESCRIPTORS:
+            os.close(descriptors.popitem(last=False)[1])
+        descriptors[image] = os.open(images.path(image), os.O_RDONLY | os.O_CLOEXEC)
+    return descriptors[image]

@@ -54,8 +54,11 @@ class CutEntry:
     """None: a tombstone."""
     manifest: int | None
     """Regular files: manifest row."""
+    stamp: Stamp
     entry: Entry | None
     """None: the file was unfinished; what the directory's earlier tree says of it stays."""
+    file_id: FileId | None = None
+    """Of an unfinished file that still exists here."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +194,11 @@ class Cuts:
     def entries(self, cut: int, directory: Inode) -> list[CutEntry]:
         """What the cut has in *directory*, ordered by name."""
         return [
-            CutEntry(row[0], row[1], row[2], decode_entry(row[3]) if row[3] is not None else None)
+            CutEntry(row[0], row[1], row[2], row[3], decode_entry(row[4]) if row[4] is not None else None, row[5])
             for row in self._db.execute(
-                "SELECT name, ino, manifest, entry FROM cut_entry WHERE cut = ? AND dir = ? ORDER BY name",
+                "SELECT name, ino, manifest, stamp, entry,"
+                " CASE WHEN entry IS NULL THEN (SELECT file_id FROM inode WHERE inode.ino = cut_entry.ino) END"
+                " FROM cut_entry WHERE cut = ? AND dir = ? ORDER BY name",
                 (cut, directory),
             )
         ]
@@ -287,6 +292,15 @@ class Cuts:
                 (manifest,),
             )
             return images
+
+    def forget_manifests(self, cut: int) -> None:
+        """Nothing is known any more of the manifests that were put for *cut*: they are to be put again."""
+        with self._catalog.transaction() as db:
+            db.execute(
+                "UPDATE manifest SET digest = NULL, remote_body = NULL WHERE id IN"
+                " (SELECT manifest FROM cut_entry WHERE cut = ? AND image IS NOT NULL)",
+                (cut,),
+            )
 
     def finish(self, cut: int, seq: int, trees: Mapping[Inode, Subtree] | None) -> Unneeded:
         """Own head *seq*, which is acknowledged, has *cut*; *trees* are its directories' trees.

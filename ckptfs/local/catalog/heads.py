@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ckptfs.ids import WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
 
+_GIVEN_UP = "sequence_given_up"
+
 
 @dataclass(frozen=True)
 class HeadRow:
@@ -29,8 +31,9 @@ class Heads:
 
     def next_seq(self) -> int:
         """One above every sequence that this writer has committed."""
-        row = self._db.execute("SELECT coalesce(max(seq), 0) + 1 FROM head WHERE writer = ?", (SELF,)).fetchone()
-        return int(row[0])
+        row = self._db.execute("SELECT coalesce(max(seq), 0) FROM head WHERE writer = ?", (SELF,)).fetchone()
+        given_up = self._catalog.get_setting(_GIVEN_UP)
+        return max(int(row[0]), int(given_up or 0)) + 1
 
     def commit(self, seq: int, body: bytes) -> None:
         """Reserve *seq* for *body* for ever. Not durable before the next `Catalog.sync_wal`."""
@@ -50,6 +53,12 @@ class Heads:
         with self._catalog.transaction() as db:
             db.execute("UPDATE head SET acked = 1 WHERE writer = ? AND seq = ?", (SELF, seq))
             db.execute("DELETE FROM head WHERE writer = ? AND seq < ?", (SELF, seq))
+
+    def give_up(self, seq: int) -> None:
+        """Head *seq* was committed, never reached the remote, and never will: its sequence stays unused."""
+        with self._catalog.transaction() as db:
+            db.execute("DELETE FROM head WHERE writer = ? AND seq = ? AND acked = 0", (SELF, seq))
+            self._catalog.set_setting(_GIVEN_UP, seq)
 
     def vector(self) -> dict[WriterId, int]:
         """The highest sequence of every writer that the tree here has merged; of this store's own, acknowledged."""

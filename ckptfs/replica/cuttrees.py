@@ -1,0 +1,189 @@
+"""From a cut to its remote objects: manifests of its files, and trees from the leaves up to the root.
+
+Everything is a function of the cut's rows and of where packs have their chunks, so that a build after a restart gives
+the same digests. Small objects are inlined in what refers to them; the others go to a `put` that the caller gives.
+
+Who calls: the publishing task on the loop. Trees of large directories and large manifests are encoded in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from stat import S_ISDIR, S_ISREG
+
+import trio
+
+from ckptfs.config import Tuning
+from ckptfs.encoding.canonical import object_id
+from ckptfs.encoding.keys import manifest_key, tree_key
+from ckptfs.encoding.manifest import Content, Manifest, encode_manifest
+from ckptfs.encoding.tree import Entry, Tree, split_tree
+from ckptfs.ids import ROOT_INODE, FileId, Inode, ObjectId
+from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.cuts import CutDirectory, CutEntry, CutFile, Cuts, Subtree
+from ckptfs.local.catalog.packs import Packs
+
+Put = Callable[[str, bytes], Awaitable[None]]
+"""Stores canonical JSON under a key; returns when it is taken over, not when it is there."""
+
+PutThen = Callable[[str, bytes, Callable[[], None]], Awaitable[None]]
+"""The same; the function is called once it is there."""
+
+Published = Callable[[ObjectId, bytes | None], None]
+
+ReadTree = Callable[[ObjectId, bytes | None], Awaitable[Tree]]
+
+_LARGE = 500
+"""Entries or chunks from which on encoding is left to a thread: about 10 ms."""
+
+
+class PackLost(Exception):
+    """A chunk that was uploaded has no place any more: its pack is gone from the remote."""
+
+
+@dataclass
+class BuiltTrees:
+    """Trees of every directory of a cut."""
+
+    trees: dict[Inode, Subtree] = field(default_factory=dict)
+    entries: int = 0
+    files: int = 0
+    bytes: int = 0
+
+    @property
+    def root(self) -> Subtree:
+        return self.trees[ROOT_INODE]
+
+
+def files_in_order(cuts: Cuts, cut: int) -> Iterator[CutFile]:
+    """Files of the cut that are not published, each version once, in path order. Reads the catalog as it goes."""
+    seen: set[int] = set()
+    pending: list[Iterator[tuple[bytes, Inode, CutFile | None]]] = [iter(cuts.files(cut, ROOT_INODE))]
+    while pending:
+        for _, ino, file in pending[-1]:
+            if file is None:
+                pending.append(iter(cuts.files(cut, ino)))
+                break
+            if file.manifest not in seen:
+                seen.add(file.manifest)
+                yield file
+        else:
+            pending.pop()
+
+
+class CutTrees:
+    """Builds what a cut's head reaches."""
+
+    def __init__(self, *, contents: Contents, cuts: Cuts, packs: Packs, read_tree: ReadTree, tuning: Tuning) -> None:
+        self._contents = contents
+        self._cuts = cuts
+        self._packs = packs
+        self._read_tree = read_tree
+        self._tuning = tuning
+
+    async def manifest(self, file: CutFile, content: Content) -> tuple[ObjectId, bytes]:
+        """The digest and canonical JSON of a file's manifest. Raises PackLost when a chunk has no place."""
+        places = self._packs.placed({chunk.id for chunk in content.chunks})
+        try:
+            manifest = Manifest(content, tuple(places[chunk.id] for chunk in content.chunks))
+        except KeyError as error:
+            raise PackLost(f"chunk {error} of manifest {file.manifest} is in no pack") from None
+        if len(content.chunks) < _LARGE:
+            body = encode_manifest(manifest)
+        else:
+            body = await trio.to_thread.run_sync(encode_manifest, manifest)
+        return object_id(body), body
+
+    async def put_manifest(self, file: CutFile, content: Content, put: PutThen, published: Published) -> None:
+        """Put a file's manifest; *published* is called with its digest, and its JSON where it is to be inlined."""
+        name, body = await self.manifest(file, content)
+        if len(body) <= self._tuning.inline_bytes:
+            published(name, body)
+        else:
+            await put(manifest_key(name), body, partial(published, name, None))
+
+    async def build(self, cut: int, put: Put) -> BuiltTrees:
+        """Trees of the cut, children first; all its manifests are published.
+
+        Raises RemoteError and FormatError when an earlier tree is needed and cannot be read.
+        """
+        built = BuiltTrees()
+        directories = self._cuts.directories(cut)
+        for ino, entries in self._bottom_up(cut, directories):
+            await trio.lowlevel.checkpoint()
+            directory = directories[ino]
+            before = await self._before(directory, entries)
+            finished: list[Entry] = []
+            for each in entries:
+                entry = self._entry(each, built, before)
+                if entry is not None:
+                    finished.append(entry)
+            tree = Tree(directory.file_id, tuple(finished))
+            built.entries += len(finished)
+            if len(finished) < _LARGE:
+                objects = split_tree(tree, self._tuning.tree_entries)
+            else:
+                objects = await trio.to_thread.run_sync(split_tree, tree, self._tuning.tree_entries)
+            name, body = objects.pop()
+            for part, part_body in objects:
+                await put(tree_key(part), part_body)
+            if len(body) <= self._tuning.inline_bytes:
+                built.trees[ino] = (name, body)
+            else:
+                await put(tree_key(name), body)
+                built.trees[ino] = (name, None)
+        return built
+
+    def _bottom_up(
+        self, cut: int, directories: dict[Inode, CutDirectory]
+    ) -> Iterator[tuple[Inode, list[CutEntry]]]:
+        """(directory, entries), each after all directories in it. Only one path's entries are in memory at once."""
+        path = [(ROOT_INODE, self._cuts.entries(cut, ROOT_INODE))]
+        remaining = [self._below(path[0][1], directories)]
+        while path:
+            child = next(remaining[-1], None)
+            if child is None:
+                remaining.pop()
+                yield path.pop()
+            else:
+                entries = self._cuts.entries(cut, child)
+                path.append((child, entries))
+                remaining.append(self._below(entries, directories))
+
+    def _below(self, entries: list[CutEntry], directories: dict[Inode, CutDirectory]) -> Iterator[Inode]:
+        return (each.ino for each in entries if each.ino is not None and each.entry and each.ino in directories)
+
+    def _entry(self, each: CutEntry, built: BuiltTrees, before: dict[FileId, Entry]) -> Entry | None:
+        """The finished entry; None for a name that has never been whole."""
+        entry = each.entry
+        if entry is None:
+            return self._unfinished(each, before)
+        if entry.file_id is None:
+            return entry
+        if S_ISDIR(entry.mode):
+            tree = built.trees.get(each.ino) if each.ino is not None else None
+            if tree is not None:
+                return replace(entry, tree=tree[0], tree_body=tree[1])
+            return entry
+        if S_ISREG(entry.mode):
+            assert each.manifest is not None
+            row = self._contents.manifest(each.manifest)
+            built.files += 1
+            built.bytes += row.size
+            return replace(entry, size=row.size, manifest=row.digest, manifest_body=row.remote_body)
+        return entry
+
+    def _unfinished(self, each: CutEntry, before: dict[FileId, Entry]) -> Entry | None:
+        if each.file_id is None:
+            return None
+        earlier = before.get(each.file_id)
+        return replace(earlier, name=each.name, stamp=each.stamp) if earlier is not None else None
+
+    async def _before(self, directory: CutDirectory, entries: list[CutEntry]) -> dict[FileId, Entry]:
+        """What was published of *directory*, by file, when something in it is unfinished."""
+        if directory.tree is None or all(each.entry for each in entries):
+            return {}
+        tree = await self._read_tree(directory.tree, directory.tree_body)
+        return {entry.file_id: entry for entry in tree.entries if entry.file_id is not None}
