@@ -144,8 +144,8 @@ class S3Store:
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> bool:
         check_key(key)
-        # A memoryview goes to the socket at once; bytes would go in 16 KiB steps and after "Expect: 100-continue", which
-        # costs a round trip, and a second with stores that do not know it.
+        # A memoryview goes to the socket at once; bytes would go in 16 KiB steps and after "Expect: 100-continue",
+        # which costs a round trip, and a second with stores that do not know it.
         body = memoryview(data).cast("B")
         if not if_absent:
             return self._put(key, body)

@@ -69,7 +69,8 @@ def free_ports(count: int) -> list[int]:
 class Seaweed:
     """One running server. Use as a context manager, or call `start` and `stop`.
 
-    `stop` kills its process group by id; the data directory goes too.
+    `stop` kills its process group by id; the data directory goes too. Start it from a thread that outlives it: the
+    kernel ends the server with the thread.
     """
 
     def __init__(self) -> None:
@@ -121,7 +122,10 @@ class Seaweed:
             json.dumps({"identities": [{"name": "test", "credentials": credentials, "actions": actions}]})
         )
         self._ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
+        setpriv = shutil.which("setpriv")
         command = [
+            # A test run that is killed takes the server along.
+            *([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []),
             find_weed(),
             f"-logdir={data}",
             "server",
