@@ -175,6 +175,17 @@ class Contents:
                 (target, source),
             )
 
+    def drop_location(self, chunk: ChunkId, location: Location) -> None:
+        """The bytes there turned out to be something else."""
+        with self._catalog.transaction() as db:
+            db.execute(
+                "DELETE FROM location WHERE chunk = ? AND image = ? AND offset = ?",
+                (chunk, location.image, location.offset),
+            )
+
+    def has_image(self, image: ImageId) -> bool:
+        return self._db.execute("SELECT 1 FROM image WHERE id = ?", (image,)).fetchone() is not None
+
     def drop_locations(self, image: ImageId) -> None:
         with self._catalog.transaction() as db:
             db.execute("DELETE FROM location WHERE image = ?", (image,))
