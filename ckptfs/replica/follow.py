@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -28,6 +28,7 @@ from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.followed import Followed
 from ckptfs.remote.base import ObjectStore
 from ckptfs.replica.merge import Merger
+from ckptfs.replica.trees import at_once
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Follower:
                 first = await self._in_thread(partial(self._remote.list, f"{HEADS}{folder}/", limit=1))
                 keys.extend(found.key for found in first.objects)
 
-            await _all(newest, folders)
+            await at_once(newest, folders)
         sequences: dict[WriterId, int] = {}
         for key in keys:
             try:
@@ -199,7 +200,7 @@ class Follower:
             found[writer] = _Found(head, data)
 
         new = [w for w, seq in listed.items() if w != own and seq > followed.get(w, 0)]
-        await _all(fetch, new)
+        await at_once(fetch, new)
         for writer, each in found.items():
             ahead_s = stamp_time_s(each.head.stamp) - time.time()
             if ahead_s > AHEAD_S and writer not in self._reported:
@@ -255,21 +256,3 @@ class Follower:
 
 def _covers(head: Head, other: Head) -> bool:
     return head is not other and head.vector.get(other.writer, 0) >= other.seq
-
-
-async def _all(call: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
-    """Call for every item at once. An error cancels the others and is raised as it is."""
-    failed: list[Exception] = []
-
-    async def one(item: T) -> None:
-        try:
-            await call(item)
-        except (RemoteError, FormatError) as error:
-            failed.append(error)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for item in items:
-            nursery.start_soon(one, item)
-    if failed:
-        raise failed[0]

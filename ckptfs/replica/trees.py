@@ -6,19 +6,24 @@ Who calls: the event loop's thread. A cancelled fetch leaves its thread to finis
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from typing import TypeVar
 
 import trio
 
 from ckptfs.encoding.canonical import open_object
 from ckptfs.encoding.keys import tree_key
-from ckptfs.encoding.tree import Tree, decode_tree, join_parts
+from ckptfs.encoding.tree import Tree, TreeParts, decode_tree, join_parts
+from ckptfs.errors import FormatError, RemoteError
 from ckptfs.ids import ObjectId
 from ckptfs.remote.base import ObjectStore
 
 _CACHED_ENTRIES = 20_000
 """About 20 MB of decoded entries: a conflict looks at the same trees head after head."""
 _CACHED_TREES = 256
+
+T = TypeVar("T")
 
 
 class Trees:
@@ -41,18 +46,15 @@ class Trees:
         if isinstance(decoded, Tree):
             tree = decoded
         else:
-            parts: dict[ObjectId, Tree] = {}
-            async with trio.open_nursery() as nursery:
-                for part in decoded.parts:
-                    nursery.start_soon(self._read_part, part, parts)
+            parts: dict[ObjectId, Tree | TreeParts] = {}
+
+            async def read_part(part: ObjectId) -> None:
+                parts[part] = decode_tree(await self._fetch(part))
+
+            await at_once(read_part, decoded.parts)
             tree = join_parts(decoded, [parts[part] for part in decoded.parts])
         self._keep(digest, tree)
         return tree
-
-    async def _read_part(self, digest: ObjectId, parts: dict[ObjectId, Tree]) -> None:
-        part = decode_tree(await self._fetch(digest))
-        if isinstance(part, Tree):
-            parts[digest] = part
 
     async def _fetch(self, digest: ObjectId) -> bytes:
         self.requests += 1
@@ -68,3 +70,21 @@ class Trees:
         while self._cached_entries > _CACHED_ENTRIES or len(self._cache) > _CACHED_TREES:
             _, oldest = self._cache.popitem(last=False)
             self._cached_entries -= len(oldest.entries)
+
+
+async def at_once(call: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
+    """Call for every item at once. An error cancels the others and is raised as it is."""
+    failed: list[Exception] = []
+
+    async def one(item: T) -> None:
+        try:
+            await call(item)
+        except (RemoteError, FormatError) as error:
+            failed.append(error)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for item in items:
+            nursery.start_soon(one, item)
+    if failed:
+        raise failed[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptfs.ids import ChunkId, FileId, ImageId, Inode, ObjectId, Stamp
+from ckptfs.ids import FileId, ImageId, Inode, ObjectId, Stamp
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.names import CLEAN
 
@@ -216,30 +216,6 @@ class Sources:
             (ino,),
         ).fetchone()
         return (row[0], row[1], row[2]) if row else (None, None, None)
-
-    # Where chunks of others' manifests lie
-
-    def packs_of(self, chunk: ChunkId) -> list[tuple[ObjectId, int, int, int, ChunkId | None]]:
-        """(pack, offset, encoded length, codec, base) of every pack known to hold *chunk*."""
-        return self._db.execute(
-            "SELECT pack.name, packed.offset, packed.length, packed.codec, packed.base FROM packed"
-            " JOIN pack ON pack.id = packed.pack WHERE packed.chunk = ?",
-            (chunk,),
-        ).fetchall()
-
-    def learn_packed(self, rows: list[tuple[ChunkId, ObjectId, int, int, int, int, ChunkId | None]]) -> None:
-        """Chunks that an acknowledged head of another writer reaches: (chunk, pack, offset, length, raw length, codec,
-        base). What is known already stays."""
-        with self._catalog.transaction() as db:
-            ids: dict[ObjectId, int] = {}
-            for pack in {row[1] for row in rows}:
-                db.execute("INSERT OR IGNORE INTO pack (name, state, head) VALUES (?, 1, 0)", (pack,))
-                ids[pack] = db.execute("SELECT id FROM pack WHERE name = ?", (pack,)).fetchone()[0]
-            db.executemany(
-                "INSERT OR IGNORE INTO packed (chunk, pack, offset, length, raw_length, codec, base)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(row[0], ids[row[1]], *row[2:]) for row in rows],
-            )
 
 
 def _source(row: tuple[int, int, int, bytes, bytes | None, int]) -> SourceRow:

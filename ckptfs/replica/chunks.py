@@ -1,0 +1,268 @@
+"""Getting chunks' raw bytes into an image: from other images of this disk, else from packs on the remote.
+
+Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy that
+differs is forgotten and the remote asked; a pack that lacks it or differs makes way for another that is known to hold it.
+
+Who calls: the event loop's thread. Range requests run in abandonable threads with the store's retries; what touches the
+image's descriptor runs in threads that are always waited for, so that the caller may close it afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from ckptfs.config import Tuning
+from ckptfs.encoding.codec import decode
+from ckptfs.encoding.keys import pack_key
+from ckptfs.encoding.manifest import Chunk, Content, Placed
+from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
+from ckptfs.ids import ImageId, ObjectId, digest
+from ckptfs.local.catalog.contents import Contents, Location
+from ckptfs.local.catalog.packs import Packs
+from ckptfs.local.images import Images
+from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.manifests import Manifests
+
+log = logging.getLogger(__name__)
+
+_COPIES_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A chunk that is to be written at *offset* of an image."""
+
+    chunk: Chunk
+    offset: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a wanted chunk: written (error None), read but not written (OSError, with `raw`), or not had."""
+
+    wanted: Wanted
+    error: Exception | None
+    raw: bytes | bytearray | None = None
+
+
+Deliver = Callable[[Outcome], None]
+
+
+class ChunkFetcher:
+    """Fetches chunks; `bytes_fetched` counts what was asked of the remote."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        packs: Packs,
+        images: Images,
+        manifests: Manifests,
+        remote: ObjectStore,
+        tuning: Tuning,
+        limiter: trio.CapacityLimiter,
+        write: Callable[[int, bytes | bytearray, int], int],
+    ) -> None:
+        self._contents = contents
+        self._packs = packs
+        self._images = images
+        self._manifests = manifests
+        self._remote = remote
+        self._tuning = tuning
+        self._limiter = limiter
+        self._copies = trio.CapacityLimiter(_COPIES_AT_ONCE)
+        self._write = write
+        self.bytes_fetched = 0
+        self.requests = 0
+
+    async def fetch(
+        self, content: Content, wanted: Sequence[Wanted], image: ImageId | None, fd: int | None, deliver: Deliver
+    ) -> None:
+        """Get *wanted* chunks of *content* and write them to *fd* (or not at all); *deliver* gets one outcome for each.
+
+        Copies are looked for in every image but *image* itself. Raises nothing but Cancelled.
+        """
+        async with trio.open_nursery() as nursery:
+            remote = [each for each in wanted if not self._copy_soon(nursery, content, each, image, fd, deliver)]
+            self._fetch_soon(nursery, content, remote, fd, deliver)
+
+    # This disk
+
+    def _copy_soon(
+        self,
+        nursery: trio.Nursery,
+        content: Content,
+        wanted: Wanted,
+        image: ImageId | None,
+        fd: int | None,
+        deliver: Deliver,
+    ) -> bool:
+        places = [each for each in self._contents.locations(wanted.chunk.id) if each.image != image]
+        if places:
+            nursery.start_soon(self._copy, nursery, content, wanted, places, fd, deliver)
+        return bool(places)
+
+    async def _copy(
+        self,
+        nursery: trio.Nursery,
+        content: Content,
+        wanted: Wanted,
+        places: list[Location],
+        fd: int | None,
+        deliver: Deliver,
+    ) -> None:
+        for place in places:
+            outcome = await trio.to_thread.run_sync(self._copy_blocking, wanted, place, fd, limiter=self._copies)
+            if not isinstance(outcome.error, FormatError):
+                deliver(outcome)
+                return
+            log.error(
+                "chunk %s at %d of image %016x is not what was recorded; its row goes: %s",
+                wanted.chunk.id.hex(), place.offset, place.image, outcome.error,
+            )  # fmt: skip
+            self._contents.drop_location(wanted.chunk.id, place)
+        self._fetch_soon(nursery, content, [wanted], fd, deliver)
+
+    def _copy_blocking(self, wanted: Wanted, place: Location, fd: int | None) -> Outcome:
+        try:
+            source = self._images.open(place.image)
+        except FileNotFoundError as error:
+            return Outcome(wanted, FormatError(f"the image is gone: {error}"))
+        try:
+            raw = os.pread(source, place.length, place.offset)
+        except OSError as error:
+            return Outcome(wanted, FormatError(f"the image cannot be read: {error}"))
+        finally:
+            os.close(source)
+        return self._put(wanted, raw, fd)
+
+    # The remote
+
+    def _fetch_soon(
+        self, nursery: trio.Nursery, content: Content, wanted: list[Wanted], fd: int | None, deliver: Deliver
+    ) -> None:
+        if not wanted:
+            return
+        placed = self._packs.placed(each.chunk.id for each in wanted)
+        there = [(each, placed[each.chunk.id]) for each in wanted if each.chunk.id in placed]
+        for pack, run in self._runs(there):
+            nursery.start_soon(self._fetch_run, nursery, content, pack, run, fd, deliver)
+        lacking = [each for each in wanted if each.chunk.id not in placed]
+        if lacking:
+            nursery.start_soon(self._elsewhere, nursery, content, lacking, None, None, fd, deliver)
+
+    def _runs(self, placed: list[tuple[Wanted, Placed]]) -> list[tuple[ObjectId, list[tuple[Wanted, Placed]]]]:
+        """Neighbours in one pack, joined into range requests."""
+        runs: list[tuple[ObjectId, list[tuple[Wanted, Placed]]]] = []
+        ordered = sorted(placed, key=lambda each: (each[1].pack, each[1].offset))
+        start = end = 0
+        for wanted, at in ordered:
+            joined = (
+                bool(runs)
+                and runs[-1][0] == at.pack
+                and at.offset <= end + self._tuning.fetch_gap_bytes
+                and at.offset + at.length <= start + self._tuning.fetch_bytes
+            )
+            if joined:
+                runs[-1][1].append((wanted, at))
+                end = max(end, at.offset + at.length)
+            else:
+                runs.append((at.pack, [(wanted, at)]))
+                start, end = at.offset, at.offset + at.length
+        order = {id(wanted): index for index, (wanted, _) in enumerate(placed)}
+        # What the reader asked for first is requested first.
+        return sorted(runs, key=lambda run: min(order[id(wanted)] for wanted, _ in run[1]))
+
+    async def _fetch_run(
+        self,
+        nursery: trio.Nursery,
+        content: Content,
+        pack: ObjectId,
+        run: list[tuple[Wanted, Placed]],
+        fd: int | None,
+        deliver: Deliver,
+    ) -> None:
+        start = min(at.offset for _, at in run)
+        end = max(at.offset + at.length for _, at in run)
+        key = pack_key(pack)
+        try:
+            async with self._limiter:
+                self.requests += 1
+                data = await trio.to_thread.run_sync(
+                    partial(self._remote.get, key, start, end), abandon_on_cancel=True, limiter=_unlimited()
+                )
+                self.bytes_fetched += end - start
+                outcomes = await trio.to_thread.run_sync(
+                    self._unpack, memoryview(data), start, run, fd, limiter=_unlimited()
+                )
+        except RemoteError as error:
+            outcomes = [Outcome(wanted, error) for wanted, _ in run]
+        bad = []
+        for outcome in outcomes:
+            lost = isinstance(outcome.error, FormatError | RemoteError)
+            if lost and not (isinstance(outcome.error, RemoteError) and outcome.error.temporary):
+                bad.append(outcome)
+            else:
+                deliver(outcome)
+        if bad:
+            log.error("%s does not give what it should hold: %s", key, bad[0].error)
+            wanted = [outcome.wanted for outcome in bad]
+            await self._elsewhere(nursery, content, wanted, pack, bad[0].error, fd, deliver)
+
+    async def _elsewhere(
+        self,
+        nursery: trio.Nursery,
+        content: Content,
+        wanted: list[Wanted],
+        tried: ObjectId | None,
+        error: Exception | None,
+        fd: int | None,
+        deliver: Deliver,
+    ) -> None:
+        """Where the file's own manifest says that the chunks are, if that is not the pack that was *tried*."""
+        places = await self._manifests.places(content)
+        again = []
+        for each in wanted:
+            at = places.get(each.chunk.id)
+            if at is None or at.pack == tried:
+                deliver(Outcome(each, error or ContentUnavailable(f"no pack known holds chunk {each.chunk.id.hex()}")))
+            else:
+                again.append((each, at))
+        for pack, run in self._runs(again):
+            await self._fetch_run(nursery, content, pack, run, fd, deliver)
+
+    def _unpack(self, data: memoryview, start: int, run: list[tuple[Wanted, Placed]], fd: int | None) -> list[Outcome]:
+        outcomes = []
+        for wanted, at in run:
+            encoded = data[at.offset - start : at.offset - start + at.length]
+            try:
+                raw = decode(at.codec, encoded, wanted.chunk.length)
+            except FormatError as error:
+                outcomes.append(Outcome(wanted, error))
+                continue
+            outcomes.append(self._put(wanted, raw, fd))
+        return outcomes
+
+    def _put(self, wanted: Wanted, raw: bytes | bytearray, fd: int | None) -> Outcome:
+        chunk = wanted.chunk
+        if len(raw) != chunk.length or digest(raw) != chunk.id:
+            return Outcome(wanted, FormatError(f"the bytes are not chunk {chunk.id.hex()}"))
+        if fd is None:
+            return Outcome(wanted, None, raw)
+        try:
+            written = 0
+            while written < len(raw):
+                written += self._write(fd, raw[written:] if written else raw, wanted.offset + written)
+        except OSError as error:
+            return Outcome(wanted, error, raw)
+        return Outcome(wanted, None)
+
+
+def _unlimited() -> trio.CapacityLimiter:
+    """The request slots above bound these threads already."""
+    return trio.CapacityLimiter(1)

@@ -1,0 +1,154 @@
+"""File versions' contents: from the catalog, or fetched from the remote and then kept there.
+
+With a fetched manifest come the places of its chunks, which are recorded too: what a followed head reaches need not be
+uploaded again by this store (invariant 7). Who calls: the event loop's thread; fetching and decoding are in threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import islice
+
+import trio
+
+from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.keys import manifest_key
+from ckptfs.encoding.manifest import Content, Manifest, Placed, decode_content, decode_manifest, encode_content
+from ckptfs.encoding.pack import PackedChunk
+from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
+from ckptfs.ids import ChunkId, ObjectId
+from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.packs import Packs
+from ckptfs.remote.base import ObjectStore
+
+log = logging.getLogger(__name__)
+
+_CACHED_CHUNKS = 200_000
+"""Chunks in cached contents: about 40 MB."""
+_CACHED_CONTENTS = 256
+_LEARNED_AT_ONCE = 2000
+"""Rows per transaction; the loop serves others in between."""
+
+
+@dataclass
+class _Cached:
+    content: Content
+    places: dict[ChunkId, Placed] | None = None
+
+
+class Manifests:
+    """Contents by manifest row."""
+
+    def __init__(self, catalog: Catalog, remote: ObjectStore, timeout_s: float, limiter: trio.CapacityLimiter) -> None:
+        self._catalog = catalog
+        self._contents = Contents(catalog)
+        self._packs = Packs(catalog)
+        self._remote = remote
+        self._timeout_s = timeout_s
+        self._limiter = limiter
+        self._cache: OrderedDict[ObjectId, _Cached] = OrderedDict()
+        self._cached_chunks = 0
+        self._fetching: dict[ObjectId, trio.Event] = {}
+
+    async def content(self, manifest: int) -> Content:
+        """The content of manifest row *manifest*.
+
+        Raises ContentUnavailable when its object is missing or damaged, or does not come in time.
+        """
+        row = self._contents.manifest(manifest)
+        if row.digest is None:
+            if row.body is None:
+                raise ContentUnavailable(f"manifest {manifest} has neither content nor an object")
+            return decode_content(row.body)
+        cached = self._cached(row.digest)
+        if cached is not None:
+            return cached.content
+        if row.body is not None:
+            content = await trio.to_thread.run_sync(decode_content, row.body)
+            self._keep(row.digest, _Cached(content))
+            return content
+        try:
+            return (await self._fetch(row.digest, row.remote_body, manifest)).content
+        except (RemoteError, FormatError, trio.TooSlowError) as error:
+            raise _unavailable(row.digest, error) from error
+
+    async def places(self, content: Content) -> dict[ChunkId, Placed]:
+        """Where *content*'s own manifest says that its chunks lie; empty when that cannot be had."""
+        for digest, cached in self._cache.items():
+            if cached.content is content:
+                break
+        else:
+            return {}
+        if cached.places is None:
+            try:
+                manifest = await self._get(digest, None)
+            except (RemoteError, FormatError, trio.TooSlowError) as error:
+                log.warning("%s", _unavailable(digest, error))
+                return {}
+            cached.places = _places(manifest)
+        return cached.places
+
+    async def _fetch(self, digest: ObjectId, body: bytes | None, row: int) -> _Cached:
+        while digest in self._fetching:
+            await self._fetching[digest].wait()
+            cached = self._cached(digest)
+            if cached is not None:
+                return cached
+        event = self._fetching[digest] = trio.Event()
+        try:
+            manifest = await self._get(digest, body)
+            cached = _Cached(manifest.content, _places(manifest))
+            encoded = await trio.to_thread.run_sync(encode_content, manifest.content)
+            await self._learn(manifest)
+            # Last, so that a manifest whose body is there has its places there too.
+            if self._contents.manifest_by_digest(digest) is not None:
+                self._contents.set_manifest_body(row, encoded)
+            self._keep(digest, cached)
+            return cached
+        finally:
+            del self._fetching[digest]
+            event.set()
+
+    async def _get(self, digest: ObjectId, body: bytes | None) -> Manifest:
+        def get() -> Manifest:
+            data = open_object(self._remote.get(manifest_key(digest)), digest) if body is None else body
+            return decode_manifest(data)
+
+        with trio.fail_after(self._timeout_s):
+            return await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)
+
+    async def _learn(self, manifest: Manifest) -> None:
+        pairs = iter(zip(manifest.content.chunks, manifest.places, strict=True))
+        while batch := list(islice(pairs, _LEARNED_AT_ONCE)):
+            packs: dict[ObjectId, list[PackedChunk]] = {}
+            for chunk, at in batch:
+                packed = PackedChunk(chunk.id, at.offset, at.length, chunk.length, at.codec, at.base)
+                packs.setdefault(at.pack, []).append(packed)
+            self._packs.learned(packs)
+            await trio.lowlevel.checkpoint()
+
+    def _cached(self, digest: ObjectId) -> _Cached | None:
+        cached = self._cache.get(digest)
+        if cached is not None:
+            self._cache.move_to_end(digest)
+        return cached
+
+    def _keep(self, digest: ObjectId, cached: _Cached) -> None:
+        if digest in self._cache:
+            return
+        self._cache[digest] = cached
+        self._cached_chunks += len(cached.content.chunks)
+        while len(self._cache) > 1 and (self._cached_chunks > _CACHED_CHUNKS or len(self._cache) > _CACHED_CONTENTS):
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_chunks -= len(oldest.content.chunks)
+
+
+def _places(manifest: Manifest) -> dict[ChunkId, Placed]:
+    return {chunk.id: at for chunk, at in zip(manifest.content.chunks, manifest.places, strict=True)}
+
+
+def _unavailable(digest: ObjectId, error: Exception) -> ContentUnavailable:
+    return ContentUnavailable(f"manifest {digest.hex()} cannot be had from the remote: {error or 'no answer in time'}")
