@@ -155,6 +155,10 @@ class FileSystem:
         """The store's disk."""
         return os.statvfs(self.store.path)
 
+    def still_names(self, directory: Inode, name: bytes, ino: Inode) -> bool:
+        """Whether *name* means *ino* now, for a listing that began earlier."""
+        return self._names.find(directory, name) == ino
+
     # Making names
 
     async def create(
@@ -333,18 +337,18 @@ class FileSystem:
         if change.uid is not None or change.gid is not None:
             columns["uid"] = row.uid if change.uid is None else change.uid
             columns["gid"] = row.gid if change.gid is None else change.gid
-            if stat.S_ISREG(row.mode) and change.mode is None:
+            if not stat.S_ISDIR(row.mode) and change.mode is None:
                 columns["mode"] = without_set_id(row.mode)
         if change.atime_ns is not None:
-            columns["atime_ns"] = change.atime_ns
+            columns["atime_ns"] = _clamped(change.atime_ns)
         if change.mtime_ns is not None:
-            columns["mtime_ns"] = change.mtime_ns
+            columns["mtime_ns"] = _clamped(change.mtime_ns)
         if columns:
             columns["ctime_ns"] = time.time_ns()
             if change.mtime_ns is not None and row.manifest is None and row.image is not None:
                 os.utime(
                     self.store.images.path(row.image),
-                    ns=(row.atime_ns if change.atime_ns is None else change.atime_ns, change.mtime_ns),
+                    ns=(columns.get("atime_ns", row.atime_ns), columns["mtime_ns"]),
                 )
             with self.store.catalog.transaction():
                 self._names.update_inode(ino, **columns)
@@ -367,8 +371,8 @@ class FileSystem:
         self._check_writable()
         if not name.startswith(XATTR_NAMESPACES):
             raise NotSupported(f"attributes like {name!r} are not kept")
-        if len(name) > NAME_MAX or len(value) > XATTR_MAX:
-            raise InvalidArgument("the attribute is too large")
+        if len(name) > NAME_MAX or len(value) > XATTR_MAX or name in XATTR_NAMESPACES:
+            raise InvalidArgument(f"{name[:NAME_MAX]!r} with {len(value)} bytes is no attribute that can be kept")
         self._names.inode(ino)
         with self.store.catalog.transaction():
             self._names.set_xattr(ino, name, value)
@@ -555,6 +559,11 @@ class FileSystem:
             await self.files.truncate(file, size, privileged=caller.uid == 0)
         finally:
             self.files.give_back(file)
+
+
+def _clamped(time_ns: int) -> int:
+    """*time_ns* within the catalog's 63 bits, 1677 to 2262; the kernel clamps likewise where a disk's range ends."""
+    return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
 
 
 def _check_name(name: bytes) -> None:

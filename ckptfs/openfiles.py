@@ -140,6 +140,12 @@ class OpenFiles:
         file = self._by_image.get(image)
         return file is not None and file.writers > 0 and file.modified
 
+    def sealed(self, image: ImageId, manifest: int) -> None:
+        """*image* has a manifest now: whoever has it open must un-seal it before the next change."""
+        file = self._by_image.get(image)
+        if file is not None:
+            file.manifest = manifest
+
     def forget_image(self, image: ImageId) -> None:
         self._written.pop(image, None)
 
@@ -161,7 +167,7 @@ class OpenFiles:
         """
         file = await self._acquire(ino)
         try:
-            if flags & os.O_TRUNC and flags & os.O_ACCMODE != os.O_RDONLY:
+            if flags & os.O_TRUNC:  # with O_RDONLY too, as on Linux' own file systems
                 await self.truncate(file, 0, privileged=privileged)
             self.check_poison(file)
         except BaseException:

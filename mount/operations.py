@@ -145,7 +145,8 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
-        return await self._fs.listxattr(Inode(inode))
+        names = await self._fs.listxattr(Inode(inode))
+        return [name for name in names if ctx.uid == 0 or not name.startswith(b"trusted.")]
 
     @replies
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
@@ -214,22 +215,28 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
-        """Entries as they were when the listing began, less what is gone since: nothing twice, nothing skipped."""
+        """Entries as they were when the listing began, less what is gone since: nothing twice, nothing skipped.
+
+        An answer is also a lookup: a name that means something else by now must not be answered from the old listing.
+        """
         ino, names = self._listings[fh]
         if names is None or start_id == 0:
-            names = await self._fs.entries(ino)
+            above = await self._fs.lookup(ino, b"..")
+            names = [(b".", ino), (b"..", above.ino), *await self._fs.entries(ino)]
             self._listings[fh] = (ino, names)
         for index in range(start_id, len(names)):
             name, child = names[index]
+            dots = name in (b".", b"..")  # the kernel does not count these as lookups
+            if not dots and not self._fs.still_names(ino, name, child):
+                continue
             try:
                 attributes = await self._fs.getattr(child)
             except NameMissing:
                 continue
-            if attributes.nlink == 0:  # removed since the listing began
-                continue
             if not pyfuse3.readdir_reply(token, name, self._entry(attributes, pin=False), index + 1):
                 break
-            self._fs.pin(child)
+            if not dots:
+                self._fs.pin(child)
 
     @replies
     async def releasedir(self, fh: int) -> None:

@@ -98,8 +98,12 @@ class Store:
             self.new_writer()
         else:
             self.writer = known
-        for ino in self.names.orphans():
-            self.names.remove_inode(ino)
+        with self.catalog.transaction():
+            for ino in self.names.orphans():
+                manifest = self.names.inode(ino).manifest
+                self.names.remove_inode(ino)
+                if manifest is not None:
+                    self.contents.drop_unneeded_manifests([manifest])
         self._recover_images()
 
     def _place(self) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import trio
 
 from ckptfs.config import Tuning
 from ckptfs.encoding.manifest import Chunk, Content, TensorSpan, encode_content
+from ckptfs.errors import FormatError
 from ckptfs.formats.base import FileSource
 from ckptfs.formats.cutting import pieces
 from ckptfs.formats.recognise import recognise
@@ -35,15 +35,7 @@ class WriteState(Protocol):
 
     def generation(self, image: ImageId) -> int: ...
     def is_being_written(self, image: ImageId) -> bool: ...
-
-
-@dataclass(frozen=True)
-class HashedImage:
-    """What a worker thread found in an image."""
-
-    content: Content
-    mtime_ns: int
-    ctime_ns: int
+    def sealed(self, image: ImageId, manifest: int) -> None: ...
 
 
 class Sealer:
@@ -89,8 +81,12 @@ class Sealer:
                     await self._seal(image)
                 except FileNotFoundError:
                     pass  # deleted while it waited
+                except FormatError:
+                    log.debug("image %016x was truncated while it was sealed", image)  # its close submits it again
                 except OSError as error:
                     log.error("image %016x could not be sealed: %s", image, error)
+                except Exception:
+                    log.exception("image %016x could not be sealed", image)  # invariant 9: the mount lives on
                 finally:
                     self._busy = None
 
@@ -101,16 +97,17 @@ class Sealer:
         if self._writes.is_being_written(image):
             return
         path = self._store.images.path(image)
-        hashed = await trio.to_thread.run_sync(hash_image, os.fspath(path), self._store.settings.tuning)
+        content = await trio.to_thread.run_sync(hash_image, os.fspath(path), self._store.settings.tuning)
         await self._store.sync.sync(image)  # also flushes the image's name
         if self._writes.generation(image) != generation or self._writes.is_being_written(image):
             return
         if not self._store.contents.needs_seal(image):
             return
-        self._record(image, hashed)
+        self._record(image, content)
 
-    def _record(self, image: ImageId, hashed: HashedImage) -> None:
-        content = hashed.content
+    def _record(self, image: ImageId, content: Content) -> None:
+        # Times as they are now: nobody wrote since the hashing began, but utimens may have set them.
+        status = os.stat(self._store.images.path(image))
         located = [
             (chunk.id, offset, chunk.length) for chunk, offset in zip(content.chunks, content.offsets(), strict=True)
         ]
@@ -125,14 +122,16 @@ class Sealer:
                     ino,
                     manifest=manifest,
                     size=content.size,
-                    mtime_ns=hashed.mtime_ns,
-                    ctime_ns=max(row.ctime_ns, hashed.ctime_ns),
+                    mtime_ns=status.st_mtime_ns,
+                    ctime_ns=max(row.ctime_ns, status.st_ctime_ns),
                 )
             contents.add_locations(image, located)
+        if ino is not None:
+            self._writes.sealed(image, manifest)
         self.on_sealed(ino, image, manifest)
 
 
-def hash_image(path: str, tuning: Tuning) -> HashedImage:
+def hash_image(path: str, tuning: Tuning) -> Content:
     """Flush, cut and hash an image file. Blocking; for a worker thread.
 
     Raises OSError; FormatError when the file shrank meanwhile.
@@ -140,8 +139,7 @@ def hash_image(path: str, tuning: Tuning) -> HashedImage:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
-        status = os.fstat(fd)
-        size = status.st_size
+        size = os.fstat(fd).st_size
         spans = data_spans(fd, size)
         source = FileSource(fd, size)
         tensors = recognise(source)
@@ -152,10 +150,9 @@ def hash_image(path: str, tuning: Tuning) -> HashedImage:
         )
     finally:
         os.close(fd)
-    content = Content(
+    return Content(
         size=size,
         holes=tuple(SpanSet(spans).missing(0, size)),
         chunks=chunks,
         tensors=tuple(TensorSpan(each.name, each.dtype, each.shape, each.start, each.end) for each in tensors),
     )
-    return HashedImage(content, status.st_mtime_ns, status.st_ctime_ns)

@@ -10,6 +10,7 @@ The tables' owners: `names` (inodes, directory entries, xattrs), `contents` (ima
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -57,16 +58,18 @@ class Catalog:
             finally:
                 self._depth -= 1
             return
-        self.db.execute("BEGIN IMMEDIATE")
-        self._depth = 1
         try:
+            self.db.execute("BEGIN IMMEDIATE")
+            self._depth = 1
             yield self.db
-        except BaseException:
-            self.db.execute("ROLLBACK")
-            raise
-        else:
             self.db.execute("COMMIT")
             self.commits += 1
+        except BaseException as error:
+            if self.db.in_transaction:  # SQLite rolls back by itself after some errors, and COMMIT can fail
+                self.db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError) and "is full" in str(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path)) from error
+            raise
         finally:
             self._depth = 0
 
