@@ -190,9 +190,9 @@ def test_sigterm_stops_at_the_timeout_and_at_a_second_one(site: Site) -> None:
         if second:
             os.kill(pid, signal.SIGTERM)
         until(lambda: not is_alive(pid), "the daemon to end", 20)  # noqa: B023
-        with pytest.raises(OSError, match="not connected|Software caused"):
+        with pytest.raises(OSError, match=r"not connected|Software caused"):
             os.write(save, b"lost")
-        with pytest.raises(OSError, match="not connected|Software caused"):
+        with pytest.raises(OSError, match=r"not connected|Software caused"):
             os.close(save)
         assert not is_mounted(site.mountpoint)
     site.mount()
