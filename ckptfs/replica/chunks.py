@@ -1,7 +1,7 @@
 """Getting chunks' raw bytes into an image: from other images of this disk, else from packs on the remote.
 
-Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy that
-differs is forgotten and the remote asked; a pack that lacks it or differs makes way for another that is known to hold it.
+Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy
+that differs is forgotten and the remote asked; a pack that lacks it or differs makes way for another that has it.
 
 Who calls: the event loop's thread. Range requests run in abandonable threads with the store's retries; what touches the
 image's descriptor runs in threads that are always waited for, so that the caller may close it afterwards.

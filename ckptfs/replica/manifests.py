@@ -77,11 +77,10 @@ class Manifests:
 
     async def places(self, content: Content) -> dict[ChunkId, Placed]:
         """Where *content*'s own manifest says that its chunks lie; empty when that cannot be had."""
-        for digest, cached in self._cache.items():
-            if cached.content is content:
-                break
-        else:
+        found = next((each for each in self._cache.items() if each[1].content is content), None)
+        if found is None:
             return {}
+        digest, cached = found
         if cached.places is None:
             try:
                 manifest = await self._get(digest, None)
