@@ -44,6 +44,8 @@ WHOLE_MOUNT = ""
 """The lane that every name is in."""
 _TRUST_S = 3600.0
 """How long an acknowledged object that no head names is taken to be there still; gc's grace period is days."""
+_SEAL_S = 30.0
+"""How often a cut that waits for sealing is looked at unasked."""
 _REMOTE_SETTING = "remote_store"
 
 
@@ -212,7 +214,9 @@ class Publisher:
             if cut is not None and not self._cuts.unsealed(cut.id):
                 self._cuts.begin(cut.id)
         if head is None and (cut is None or self._cuts.unsealed(cut.id)):
-            await self._wanted.wait()
+            with trio.move_on_after(_SEAL_S):
+                await self._wanted.wait()
+            self._leave_out_lost(cut)
             return
         await self._admit()
         if head is None and cut is not None:
@@ -236,6 +240,13 @@ class Publisher:
 
     def _admit_blocking(self) -> str:
         return str(admit(self._remote, create=True).store)
+
+    def _leave_out_lost(self, cut: CutRow | None) -> None:
+        """Images whose flush failed are never sealed, and nothing else is to wait for them."""
+        for image in self._cuts.unsealed(cut.id) if cut is not None else ():
+            if image in self._store.sync.poisoned or not self._store.images.path(image).exists():
+                log.error("image %016x cannot be sealed: its file is left out of what is published", image)
+                self._cuts.leave_out(image)
 
     def _refuse(self, damage: DamagedContent) -> None:
         for manifest in damage.manifests:
