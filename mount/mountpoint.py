@@ -172,12 +172,13 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
 def users(mountpoint: str) -> list[User]:
     """The processes that keep *mountpoint* busy, as far as this user may look into them; not this process."""
     found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) == os.getpid():
             continue
-        why = _why(Path(entry.path), mountpoint)
+        process = Path("/proc", name)
+        why = _why(process, mountpoint)
         if why is not None:
-            found.append(User(int(entry.name), _command(Path(entry.path)), why))
+            found.append(User(int(name), _command(process), why))
     return found
 
 
@@ -191,8 +192,8 @@ def _why(process: Path, mountpoint: str) -> str | None:
         if _inside(_target(process / link), mountpoint):
             return words
     try:
-        for descriptor in os.scandir(process / "fd"):
-            target = _target(Path(descriptor.path))
+        for descriptor in os.listdir(process / "fd"):
+            target = _target(process / "fd" / descriptor)
             if _inside(target, mountpoint):
                 return target
     except OSError:

@@ -1,0 +1,155 @@
+"""The command line's own work: numbers for people, one-line errors, progress, and where stores lie."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ckptfs.errors import CkptfsError, StoreError
+from ckptfs_mount import placement
+from ckptfs_mount.cli import main, output
+from ckptfs_mount.cli.mounting import _tell_end
+from ckptfs_mount.cli.waiting import Waiting
+from ckptfs_mount.order import EXIT_PENDING, Order, PipeReporter
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 5.0), ("500ms", 0.5), (" 30 s", 30.0), ("1.5m", 90.0), ("2h", 7200.0), ("1d", 86400.0), (".5", 0.5)],
+)
+def test_durations_are_read_with_their_units(text: object, seconds: float) -> None:
+    """Seconds by default, with ms, s, m, h or d."""
+    assert output.DURATION.convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1", "1x", "1 2", "nan", "1e3"])
+def test_what_is_no_duration_is_wrong_usage(text: str) -> None:
+    """Anything else is refused by name."""
+    with pytest.raises(click.BadParameter, match="is no duration"):
+        output.DURATION.convert(text, None, None)
+
+
+def test_numbers_are_written_for_people() -> None:
+    """Sizes in powers of 1024, durations rounded, unknown as a question mark."""
+    assert [output.size(each) for each in (0, 1023, 1536, 5 << 30, 3 << 40, 2 << 50, None)] == [
+        "0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3.0 TiB", "2.0 PiB", "?",
+    ]  # fmt: skip
+    assert [output.duration(each) for each in (0, 59.6, 600, 7200, 1e6, None)] == [
+        "1 s", "60 s", "10 min", "2.0 h", "12 days", "?",
+    ]  # fmt: skip
+    assert output.ago(None) == "never"
+    assert output.ago(time.time() - 600) == "10 min ago"
+    assert [output.files(each) for each in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+
+
+def report(**fields: object) -> dict[str, object]:
+    return {"pending_bytes": 0, "pending_files": 0, "sent_bytes": 0, "rate_bytes_s": 0.0, "eta_s": None,
+            "last_error": None, **fields}  # fmt: skip
+
+
+def test_progress_elsewhere_than_on_a_terminal_is_plain_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """A log file gets a line every few seconds, not a moving bar; nothing when nothing is pending."""
+    with Waiting("uploading") as waiting:
+        waiting.show(report())
+        for left in range(10, 0, -1):
+            waiting.show(report(pending_bytes=left << 20, pending_files=left, rate_bytes_s=1 << 20, eta_s=left))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["uploading: 10 files, 10.0 MiB, 1.0 MiB/s, about 10 s"]
+
+
+def test_the_end_is_told_with_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    """Safe: 0. Pending: 3, with how much, where it is, what went wrong and how to go on."""
+    safe = {"remote": "s3://b/p", "store": "/s", "pending": {"files": 0, "bytes": 0}, "sent_bytes": 0,
+            "last_error": None}  # fmt: skip
+    assert _tell_end("/m", safe) == 0
+    assert "everything is on s3://b/p" in capsys.readouterr().out
+    left = {**safe, "pending": {"files": 2, "bytes": 3 << 20}, "last_error": "access denied"}
+    assert _tell_end("/m", left) == EXIT_PENDING
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("2 files", "3.0 MiB", "/s", "ckptfs mount /m", "access denied"))
+    assert _tell_end("/m", {**safe, "remote": None}) == 0
+    assert "only there" in capsys.readouterr().out
+
+
+def test_our_errors_are_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours, or of the system, is told without a traceback."""
+    for error in (CkptfsError("broken\nin two"), PermissionError(13, "Permission denied", "/x")):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("ckptfs_mount.cli.seeing.locate", fail)
+        done = CliRunner().invoke(main, ["publish", "/x"])
+        assert done.exit_code == 1
+        assert len(done.output.splitlines()) == 1 and done.output.startswith("Error: ")
+
+
+def test_every_command_explains_itself() -> None:
+    """--help of each command works and says more than its usage."""
+    for name, command in main.commands.items():
+        done = CliRunner().invoke(main, [name, "--help"])
+        assert done.exit_code == 0
+        assert command.help and command.help.split("\n")[0] in " ".join(done.output.split())
+
+
+def test_each_mountpoint_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readable, distinct for equal last names, stable; the environment and an explicit name come first."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv(placement.STORE_VARIABLE, raising=False)
+    one, two = placement.choose("/a/ckpt", None), placement.choose("/b/ckpt", None)
+    assert one != two and one == placement.choose("/a/ckpt", None)
+    assert one.parent == tmp_path / "ckptfs" and one.name.startswith("ckpt-")
+    odd = placement.choose("/a/..größe \n" + "x" * 200, None).name
+    assert odd.isascii() and len(odd) < 60 and not odd.startswith(".")
+    monkeypatch.setenv(placement.STORE_VARIABLE, str(tmp_path / "env"))
+    assert placement.choose("/a/ckpt", None) == tmp_path / "env"
+    assert placement.choose("/a/ckpt", str(tmp_path / "named")) == tmp_path / "named"
+
+
+def test_a_named_store_is_remembered_for_its_mountpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one mount with --store the mountpoint alone finds it; a mount without forgets it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv(placement.STORE_VARIABLE, raising=False)
+    usual, named = placement.choose("/m", None), Path(os.fsdecode(b"/somewhere/\xff"))
+    placement.remember("/m", named)
+    assert placement.choose("/m", None) == named
+    assert placement.choose("/other", None) != named
+    placement.remember("/m", usual)
+    assert placement.choose("/m", None) == usual
+
+
+def test_a_directory_of_other_things_is_no_store(tmp_path: Path) -> None:
+    """A store is new, empty, or one already."""
+    placement.check("/m", tmp_path / "new")
+    placement.check("/m", tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(StoreError, match=r"thesis\.tex"):
+        placement.check("/m", tmp_path)
+    (tmp_path / "catalog.db").touch()
+    placement.check("/m", tmp_path)
+    for mountpoint, store in (("/m", "/m"), ("/m", "/m/s"), ("/s/m", "/s")):
+        with pytest.raises(StoreError, match="lies"):
+            placement.check(mountpoint, Path(store))
+    placement.check("/m", Path("/mm"))
+
+
+def test_an_order_and_its_report_travel_between_processes() -> None:
+    """An order reads back equal; a report arrives line by line, and nobody listening stops a mount."""
+    order = Order("/m\udcff", "/s", "s3://b/p", lag_s=0.5, allow_other=False)
+    assert Order.load(order.dump()) == order
+    reading, writing = os.pipe()
+    reporter = PipeReporter(writing)
+    reporter.note("one")
+    reporter.ready("s3://b/p")
+    with open(reading) as pipe:
+        assert pipe.read() == '{"note": "one"}\n{"ready": true, "remote": "s3://b/p"}\n'
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(CkptfsError, match="gone"):
+        PipeReporter(writing).note("x")
+    PipeReporter(writing).error("nobody hears this")
