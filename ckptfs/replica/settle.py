@@ -116,6 +116,8 @@ class Settler:
         self._last_cut_at = -math.inf
         self._deadline = math.inf
         self._deadline_moved = trio.Event()
+        self._commits_cut = -1
+        """Commits of the catalog that the newest cut has."""
         self.incomplete_sets: set[Inode] = set()
         """Directories that the newest cut has although they were not complete, for status."""
 
@@ -123,6 +125,8 @@ class Settler:
 
     def entry_changed(self, parent: Inode, name: bytes) -> None:
         """A name was created, renamed or removed."""
+        if self._store.catalog.commits == self._commits_cut:
+            return  # the other half of a rename, of which the first half led to a cut
         now = self._changed()
         directory = self._directory(parent, now)
         directory.active_at = now
@@ -418,3 +422,4 @@ class Settler:
         if held:
             self._look_again(now + self._store.settings.max_lag_s)
         self._wake()
+        self._commits_cut = self._store.catalog.commits
