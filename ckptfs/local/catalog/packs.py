@@ -91,14 +91,18 @@ class Packs:
             db.execute("DELETE FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?)", (name,))
             db.execute("DELETE FROM pack WHERE name = ?", (name,))
 
-    def unverified(self) -> list[ObjectId]:
-        """Packs that this store put and whose stored bytes were not compared yet."""
-        return [
-            ObjectId(row[0])
+    def unverified_of(self, chunks: Iterable[bytes]) -> list[ObjectId]:
+        """Packs with some of *chunks* whose stored bytes were not compared yet."""
+        found: dict[ObjectId, None] = {}
+        for batch in _batches(chunks):
+            marks = ",".join("?" * len(batch))
             for row in self._db.execute(
-                "SELECT name FROM pack WHERE state = ? AND head IS NOT ? ORDER BY id", (ACKNOWLEDGED, _LEARNED)
-            )
-        ]
+                "SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
+                f" WHERE packed.chunk IN ({marks}) AND pack.state = ?",
+                (*batch, ACKNOWLEDGED),
+            ):
+                found[ObjectId(row[0])] = None
+        return list(found)
 
     def verified(self, name: ObjectId) -> None:
         """The remote's bytes of pack *name* were compared and are right."""
@@ -120,7 +124,7 @@ class Packs:
             )
 
 
-def _batches(chunks: Iterable[ChunkId]) -> Iterable[list[ChunkId]]:
+def _batches(chunks: Iterable[bytes]) -> Iterable[list[bytes]]:
     remaining = iter(chunks)
     while batch := list(islice(remaining, _BATCH)):
         yield batch
