@@ -43,7 +43,7 @@ check: setup $(VENV)/.dev-installed
 	$(BIN)/mypy
 
 demo: setup
-	$(BIN)/python -m ckptfs_mount.demo
+	$(BIN)/python bench/demo.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

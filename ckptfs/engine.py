@@ -6,20 +6,20 @@ called on the same event loop.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import trio
 
-from ckptfs.errors import NameMissing, RemoteError
+from ckptfs.errors import RemoteError
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
 from ckptfs.replica.seal import Sealer
 
@@ -29,18 +29,6 @@ STATES = ("writing", "closed", "sealed", "replicated", "verified")
 """In order; a directory has the least of what is under it."""
 
 _CHECKPOINT_WAL_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What is still to do, for people who wait."""
-
-    pending_bytes: int
-    pending_files: int
-    sent_bytes: int
-    rate_bytes_s: float
-    eta_s: float | None
-    last_error: str | None
 
 
 class Engine:
@@ -58,20 +46,29 @@ class Engine:
         self._store = store
         self._totals = Totals(store.catalog)
         self._changed = trio.Event()
-        self.replica = Replica(store, remote, read_only=read_only) if remote is not None else None
-        replica = self.replica
+        replica = self.replica = (
+            Replica(
+                store,
+                remote,
+                files=lambda: self.filesystem,
+                reseal=lambda image: self.sealer.submit(image),
+                read_only=read_only,
+            )
+            if remote is not None
+            else None
+        )
         self.filesystem = FileSystem(
             store,
-            listener=replica.settler if replica else None,
+            listener=replica,
             source=replica.hydrator if replica else None,
-            tree=replica if replica else None,
+            tree=replica,
             read_only=read_only,
         )
         self.sealer = Sealer(store, self.filesystem.files)
         self.sealer.on_sealed = self._sealed
         self.filesystem.files.on_closed = self.sealer.submit
         if replica:
-            replica.attach(self.filesystem, self.sealer, self._wake)
+            self.filesystem.files.on_idle = replica.image_idle
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Background services until cancelled; then whatever was written is flushed."""
@@ -102,13 +99,13 @@ class Engine:
         with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
             while True:
                 changed = self._changed
-                if STATES.index(self.state_of(ino)) >= wanted:
+                if STATES.index(await self.state_of(ino)) >= wanted:
                     return True
                 if self.replica and wanted > STATES.index("sealed"):
                     self.replica.cut_now()
                     if target == "verified":
                         await self.replica.verify(self._totals.manifests_under(ino))
-                        if STATES.index(self.state_of(ino)) >= wanted:
+                        if STATES.index(await self.state_of(ino)) >= wanted:
                             return True
                 with trio.move_on_after(1.0):  # a change may come without an event (another writer's head)
                     await changed.wait()
@@ -147,20 +144,15 @@ class Engine:
         """What is pending now."""
         if self.replica is None:
             return Progress(0, 0, 0, 0.0, None, None)
-        pending = self._totals.pending_under(ROOT_INODE)
-        files = {each.ino: each for each in pending}
-        pending_bytes = sum(self._size(ino) for ino, each in files.items() if stat.S_ISREG(each.mode))
-        names = len(pending) + self._totals.removals_pending()
-        return self.replica.progress(names, pending_bytes)
+        names = self._totals.names_pending()
+        return dataclasses.replace(self.replica.progress(), pending_files=names)
 
     async def state(self, path: bytes) -> str:
         """writing, closed, sealed, replicated or verified: the least of what is under *path*. Raises NameMissing."""
-        return self.state_of(await self._resolve(path))
+        return await self.state_of(await self._resolve(path))
 
-    async def state_of_inode(self, ino: Inode) -> str:
-        return self.state_of(ino)
-
-    def state_of(self, ino: Inode) -> str:
+    async def state_of(self, ino: Inode) -> str:
+        """As `state`, by inode."""
         unsealed = self._totals.unsealed_under(ino)
         if unsealed:
             being_written = any(
@@ -169,7 +161,7 @@ class Engine:
             return "writing" if being_written else "closed"
         if self.replica is None or self._totals.pending_under(ino, limit=1):
             return "sealed"
-        return "verified" if self.replica.is_verified(self._totals.manifests_under(ino)) else "replicated"
+        return "verified" if await self.replica.is_verified(self._totals.manifests_under(ino)) else "replicated"
 
     async def status(self, path: bytes = b"/") -> dict[str, Any]:
         """The status document; see docs. Everything in it can be written as JSON. Raises NameMissing."""
@@ -177,7 +169,7 @@ class Engine:
         progress = self.progress()
         document: dict[str, Any] = {
             "path": path.decode(errors="surrogateescape"),
-            "state": self.state_of(ino),
+            "state": await self.state_of(ino),
             "pending": {"files": progress.pending_files, "bytes": progress.pending_bytes},
             "remote": None,
             "writer": self._store.writer.hex(),
@@ -222,12 +214,6 @@ class Engine:
             if name:
                 ino = (await self.filesystem.lookup(ino, name)).ino
         return ino
-
-    def _size(self, ino: Inode) -> int:
-        try:
-            return self.filesystem.attributes(self._store.names.inode(ino)).size
-        except (NameMissing, FileNotFoundError):
-            return 0
 
     def _stored_bytes(self) -> int:
         total = 0

@@ -31,8 +31,10 @@ from ckptfs.errors import (
 )
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
+from ckptfs.local.images import Image
 from ckptfs.local.store import Store
 from ckptfs.openfiles import ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles, without_set_id
+from ckptfs.replica.logs import OpenLog
 
 NAME_MAX = 255
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -241,7 +243,7 @@ class FileSystem:
         with self.store.catalog.transaction():
             self._unbind(parent, name, row, now_ns)
             self._names.touch_directory(parent, now_ns, stamp)
-        self._purge_if_gone(row.ino)
+        self.purge_if_gone(row.ino)
         self._listener.entry_changed(parent, name)
 
     async def rmdir(self, parent: Inode, name: bytes) -> None:
@@ -258,7 +260,7 @@ class FileSystem:
         with self.store.catalog.transaction():
             self._unbind(parent, name, row, now_ns)
             self._names.touch_directory(parent, now_ns, stamp)
-        self._purge_if_gone(row.ino)
+        self.purge_if_gone(row.ino)
         self._listener.entry_changed(parent, name)
 
     async def rename(self, parent: Inode, name: bytes, new_parent: Inode, new_name: bytes, flags: int) -> None:
@@ -288,7 +290,7 @@ class FileSystem:
             self._check_replaceable(source, target)
         self._move(parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE)
         if target is not None and flags != RENAME_EXCHANGE:
-            self._purge_if_gone(target.ino)
+            self.purge_if_gone(target.ino)
         self._listener.entry_changed(parent, name)
         self._listener.entry_changed(new_parent, new_name)
 
@@ -399,7 +401,7 @@ class FileSystem:
 
     async def release(self, fh: int) -> None:
         file = await self.files.release(fh)
-        self._purge_if_gone(file.ino)
+        self.purge_if_gone(file.ino)
 
     async def sync_names(self) -> None:
         """fsync of a directory: every name and attribute so far survives a power cut."""
@@ -415,7 +417,7 @@ class FileSystem:
         self._pins[ino] -= count
         if self._pins[ino] <= 0:
             del self._pins[ino]
-            self._purge_if_gone(ino)
+            self.purge_if_gone(ino)
 
     # Within
 
@@ -516,7 +518,7 @@ class FileSystem:
         self._names.update_inode(ino, ctime_ns=time.time_ns())
         self._names.state_changed(ino, self.store.clock.tick())
 
-    def _purge_if_gone(self, ino: Inode) -> None:
+    def purge_if_gone(self, ino: Inode) -> None:
         """Remove an inode without a name, opener or place in the kernel's memory, and its image if nobody needs it."""
         if self._pins.get(ino) or self.files.get(ino):
             return
@@ -547,6 +549,33 @@ class FileSystem:
         if row.image is None:
             return None
         return os.stat(self.store.images.path(row.image))
+
+    # What replication asks (replica.Files)
+
+    def open_logs(self) -> list[OpenLog]:
+        """Files that are open and changed, as sealing of logs looks at them."""
+        return [
+            OpenLog(file.ino, file.image.id, file.opened_for_write_at, file.fsynced_at, file.lowest_write)
+            for file in self.files.files()
+            if file.modified and file.writers
+        ]
+
+    def forget_writes(self, ino: Inode) -> None:
+        file = self.files.get(ino)
+        if file:
+            file.lowest_write = None
+
+    def is_changing(self, ino: Inode) -> bool:
+        """Whether the content is being changed through a handle, so that a merge must not replace it."""
+        file = self.files.get(ino)
+        return file is not None and (file.modified or file.lock.locked())
+
+    def content_replaced(self, ino: Inode) -> None:
+        self.files.detach(ino)
+
+    def sparse_images(self) -> list[Image]:
+        """Open images that are not whole."""
+        return [file.image for file in self.files.files() if not file.image.whole]
 
     async def _truncate(self, ino: Inode, size: int, fh: int | None, caller: Caller) -> None:
         if fh is not None:

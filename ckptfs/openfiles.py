@@ -86,6 +86,8 @@ class OpenFile:
     opened_for_write_at: float = 0.0
     new: bool = False
     """Created by the open that is going on: nothing of it was ever closed."""
+    detached: bool = False
+    """Its inode has another content by now; see `OpenFiles.detach`."""
     lock: trio.Lock = field(default_factory=trio.Lock)
 
 
@@ -145,6 +147,12 @@ class OpenFiles:
         file = self._by_image.get(image)
         if file is not None:
             file.manifest = manifest
+
+    def detach(self, ino: Inode) -> None:
+        """The content of *ino* was replaced: who has it open goes on with the old one, later opens get the new."""
+        file = self._files.pop(ino, None)
+        if file:
+            file.detached = True
 
     def forget_image(self, image: ImageId) -> None:
         self._written.pop(image, None)
@@ -417,11 +425,14 @@ class OpenFiles:
         self.on_closed(file.image.id)
 
     def _drop_if_idle(self, file: OpenFile) -> None:
-        if file.readers or file.writers or file.lock.locked() or self._files.get(file.ino) is not file:
+        if file.readers or file.writers or file.lock.locked():
             return
-        if file.modified:
-            self._finish_writing(file)
-        del self._files[file.ino]
+        if not file.detached:
+            if self._files.get(file.ino) is not file:
+                return
+            if file.modified:
+                self._finish_writing(file)
+            del self._files[file.ino]
         self._by_image.pop(file.image.id, None)
         if file.image.unrecorded:
             self.on_idle(file.image)

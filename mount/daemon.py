@@ -150,7 +150,7 @@ class Daemon:
             self._engine.filesystem,
             MountOptions(
                 owner=_owner(self._settings.owner),
-                state=self._engine.state_of_inode,
+                state=self._engine.state_of,
                 **({} if self._settings.remote is None else {"cache_s": self._settings.lag_s}),
             ),
         )

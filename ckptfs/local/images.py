@@ -29,27 +29,13 @@ class Image:
     unrecorded: list[tuple[bytes, int, int]] = field(default_factory=list)
     """(chunk, offset, length) that were written into the file but have no location row yet: not flushed."""
 
-    _pins: int = 0
-    _closing: bool = False
-
     @property
     def whole(self) -> bool:
         return self.present is None
 
-    def pin(self) -> None:
-        """Keep `fd` open for a background task until `unpin`."""
-        self._pins += 1
-
-    def unpin(self) -> None:
-        self._pins -= 1
-        if self._closing and not self._pins:
-            os.close(self.fd)
-
     def close(self) -> None:
-        """Close `fd` as soon as nothing has it pinned: a closed number would soon be another file's."""
-        self._closing = True
-        if not self._pins:
-            os.close(self.fd)
+        """Close `fd`; whoever works on it in the background has a duplicate."""
+        os.close(self.fd)
 
 
 class Images:

@@ -53,9 +53,9 @@ class Totals:
         )
         return [Pending(*row) for row in rows]
 
-    def removals_pending(self) -> int:
-        """Names that were removed here and are not yet removed on the remote."""
-        row = self._db.execute("SELECT count(*) FROM dirent WHERE ino IS NULL AND origin_seq IS NULL").fetchone()
+    def names_pending(self) -> int:
+        """Names that were bound, changed or removed here and are in no acknowledged head like that."""
+        row = self._db.execute("SELECT count(*) FROM dirent WHERE origin_seq IS NULL").fetchone()
         return int(row[0])
 
     def changes_pending(self) -> bool:
@@ -66,6 +66,15 @@ class Totals:
         """Sizes of all sealed regular files."""
         row = self._db.execute("SELECT coalesce(sum(size), 0) FROM inode WHERE manifest IS NOT NULL").fetchone()
         return int(row[0])
+
+    def newest_directories(self, limit: int) -> list[tuple[Inode, int]]:
+        """Named directories that were looked at, the last changed first, with their mtime in ns."""
+        rows = self._db.execute(
+            "SELECT ino, mtime_ns FROM inode WHERE mode & 61440 = 16384 AND nlink > 0 AND expanded = 1 AND ino <> 1"
+            " ORDER BY mtime_ns DESC LIMIT ?",
+            (limit,),
+        )
+        return [(Inode(row[0]), row[1]) for row in rows]
 
     def manifests_under(self, ino: Inode) -> list[int]:
         """The manifests of regular files at or below *ino*."""

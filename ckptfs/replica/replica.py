@@ -1,0 +1,294 @@
+"""One store's replication, wired together: settling, publishing, following, hydrating, logs.
+
+Decides nothing itself: it passes what the file system did to those who must know, and what other writers did to the
+file system. `run` holds the background tasks; everything else is called on the same event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from stat import S_ISDIR
+from typing import Protocol
+
+import trio
+
+from ckptfs.ids import ChunkId, ImageId, Inode
+from ckptfs.local.catalog.cuts import Cuts, Unneeded
+from ckptfs.local.catalog.heads import Heads
+from ckptfs.local.catalog.packs import Packs
+from ckptfs.local.catalog.totals import Pending, Totals
+from ckptfs.local.images import Image
+from ckptfs.local.store import Store
+from ckptfs.remote.base import ObjectStore
+from ckptfs.replica import sets
+from ckptfs.replica.follow import Follower
+from ckptfs.replica.hydrate import Hydrator
+from ckptfs.replica.logs import LogSealer, OpenLog
+from ckptfs.replica.merge import Merger
+from ckptfs.replica.publish import Progress, Publisher
+from ckptfs.replica.settle import Settler
+from ckptfs.replica.verify import verify_packs
+
+log = logging.getLogger(__name__)
+
+_CATCH_UP_S = 10.0
+"""How long a mount waits for what other writers did before it serves; the rest comes while it serves."""
+_RECORD_EVERY_S = 2.0
+_SETS_LOOKED_AT = 1000
+
+
+class Files(Protocol):
+    """What replication asks of the file system."""
+
+    def open_logs(self) -> list[OpenLog]: ...
+    def forget_writes(self, ino: Inode) -> None: ...
+    def is_changing(self, ino: Inode) -> bool: ...
+    def content_replaced(self, ino: Inode) -> None: ...
+    def purge_if_gone(self, ino: Inode) -> None: ...
+    def release_image(self, image: ImageId) -> None: ...
+    def sparse_images(self) -> list[Image]: ...
+
+
+class Replica:
+    """See the module. A `ChangeListener` and `TreeSource` of the file system."""
+
+    def __init__(
+        self,
+        store: Store,
+        remote: ObjectStore,
+        *,
+        files: Callable[[], Files],
+        reseal: Callable[[ImageId], None],
+        read_only: bool = False,
+    ) -> None:
+        self._store = store
+        self._remote = remote
+        self.files = files
+        self._read_only = read_only
+        self._idle_images: list[Image] = []
+        self.cuts, heads, self.packs = Cuts(store.catalog), Heads(store.catalog), Packs(store.catalog)
+        self._totals = Totals(store.catalog)
+        self.logs = LogSealer(store, lambda: files().open_logs())
+        self.settler = Settler(
+            store,
+            self.cuts,
+            heads,
+            provisional=self.logs.provisional,
+            released=self._released,
+            wake=lambda: self.publisher.wake(),
+        )
+        self.publisher = Publisher(
+            store,
+            remote,
+            cuts=self.cuts,
+            heads=heads,
+            packs=self.packs,
+            cut_now=self.settler.cut_now,
+            reseal=reseal,
+            released=self._released,
+        )
+        tuning = store.settings.tuning
+        self.merger = Merger(store.catalog, store.clock, remote, _MergeNews(self), tuning)
+        self.follower = Follower(
+            store.catalog, remote, self.merger, writer=lambda: store.writer, lag_s=store.settings.lag_s
+        )
+        self.hydrator = Hydrator(store.catalog, store.images, remote, tuning)
+        self.on_remote_change: Callable[[Inode], None] = lambda ino: None
+        """Called with an inode whose content another writer replaced: cached pages are stale."""
+        self.logs.on_sealed = lambda ino, unchanged: self.settler.sealed(ino, provisional=True, unchanged=unchanged)
+        self.logs.forget_writes = lambda ino: files().forget_writes(ino)
+        self.logs.release = self.release_image
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. Started once what other writers did is merged, or the remote did not say in time."""
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.follower.run)
+                await nursery.start(self.hydrator.run)
+                await self.follower.catch_up(_CATCH_UP_S)
+                nursery.start_soon(self._record_fetched)
+                if not self._read_only:
+                    nursery.start_soon(self.settler.run)
+                    nursery.start_soon(self.publisher.run)
+                    nursery.start_soon(self.logs.run)
+                task_status.started()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._record_idle()
+
+    # What the file system did (ChangeListener)
+
+    def entry_changed(self, parent: Inode, name: bytes) -> None:
+        self.settler.entry_changed(parent, name)
+
+    def writing(self, ino: Inode, new: bool) -> None:
+        self.settler.writing(ino, new)
+
+    def grew(self, ino: Inode) -> None:
+        self.settler.grew(ino)
+
+    def closed(self, ino: Inode) -> None:
+        self.logs.closed(ino)
+        self.settler.closed(ino)
+
+    def attributes_changed(self, ino: Inode) -> None:
+        self.settler.attributes_changed(ino)
+
+    def sealed(self, ino: Inode | None) -> None:
+        """A closed file, or one that only a cut has, was sealed."""
+        self.settler.sealed(ino)
+
+    def image_idle(self, image: Image) -> None:
+        """Nobody has *image* open any more, but chunks that were fetched into it are not recorded yet."""
+        self._idle_images.append(image)
+
+    # What the file system asks (TreeSource)
+
+    async def expand(self, directory: Inode) -> None:
+        await self.merger.expand(directory)
+
+    async def fresh(self, *, waiting: bool) -> None:
+        await self.follower.fresh(waiting=waiting)
+
+    # Waiting and telling
+
+    def cut_now(self) -> None:
+        """Take a cut of everything that is whole now, and publish it without delay."""
+        if not self._read_only:
+            self.settler.cut_now()
+            self.publisher.retry_now()
+
+    async def publish_now(self) -> None:
+        await self.publisher.publish_now()
+
+    async def drained(self) -> None:
+        """Cut at once; returns when every cut is published."""
+        if not self._read_only:
+            self.settler.cut_now()
+            await self.publisher.drained()
+
+    async def verify(self, manifests: Iterable[int]) -> None:
+        """Re-read those packs of *manifests* that the remote's own checksum did not verify. Raises RemoteError."""
+        await verify_packs(self._remote, self.packs, self.packs.unverified_of(await self._chunks(manifests)))
+
+    async def is_verified(self, manifests: Iterable[int]) -> bool:
+        """Whether every pack that holds a chunk of *manifests* was verified."""
+        return not self.packs.unverified_of(await self._chunks(manifests))
+
+    def progress(self) -> Progress:
+        return self.publisher.progress()
+
+    @property
+    def url(self) -> str:
+        return self._remote.url
+
+    @property
+    def last_success_s(self) -> float | None:
+        """When the remote last acknowledged a head, or last answered a reader; seconds since 1970."""
+        times = (self.publisher.last_success_s, self.follower.last_success_s)
+        return max((each for each in times if each is not None), default=None)
+
+    @property
+    def last_error(self) -> str | None:
+        return self.publisher.last_error or self.follower.last_error
+
+    @property
+    def uploaded_bytes(self) -> int:
+        """Encoded bytes on the remote that this store knows of."""
+        return self.packs.stored_bytes()
+
+    def sets_at_risk(self, pending: Iterable[Pending]) -> list[str]:
+        """Paths of the directories with names that are not replicated; recognised sets first."""
+        found: dict[Inode, bool] = {}
+        for each in pending:
+            directory = each.ino if S_ISDIR(each.mode) else each.parent
+            if directory not in found:
+                found[directory] = self._set_state(directory) is not None
+        ordered = sorted(found, key=lambda ino: (not found[ino], ino))
+        return [self._text(ino) for ino in ordered if found[ino]] or [self._text(ino) for ino in ordered]
+
+    def newest_safe_set(self) -> dict[str, object] | None:
+        """The newest complete set of which everything is replicated."""
+        for ino, mtime_ns in self._totals.newest_directories(_SETS_LOOKED_AT):
+            if self._set_state(ino) and not self._totals.pending_under(ino, limit=1):
+                return {"path": self._text(ino), "at": mtime_ns / 1e9}
+        return None
+
+    def take_credentials(self, env: Mapping[str, str]) -> None:
+        """Use these AWS_* variables from now on. Raises RemoteError when they make no sense."""
+        refresh = getattr(self._remote, "refresh_credentials", None)
+        if refresh is not None:
+            refresh(env)
+        self.publisher.retry_now()
+
+    # Within
+
+    def _set_state(self, directory: Inode) -> bool | None:
+        """None: not a recognised set; else whether it is complete."""
+        names = self._store.names
+        found = names.parents(directory)
+        if not found:
+            return None
+        children = {name for name, _ in names.entries(directory)}
+        verdict = sets.judge(found[0][1], children, lambda name: None, lambda name: None)
+        return None if verdict.kind is None else verdict.complete
+
+    def _text(self, ino: Inode) -> str:
+        return self._store.names.path(ino).decode(errors="surrogateescape")
+
+    async def _chunks(self, manifests: Iterable[int]) -> list[ChunkId]:
+        chunks: dict[ChunkId, None] = {}
+        for manifest in manifests:
+            content = await self.hydrator.content(manifest)
+            chunks.update((chunk.id, None) for chunk in content.chunks)
+        return list(chunks)
+
+    def _released(self, unneeded: Unneeded) -> None:
+        for image in unneeded.images:
+            self.release_image(image)
+        self._store.contents.drop_unneeded_manifests(unneeded.manifests)
+
+    def release_image(self, image: ImageId) -> None:
+        """Drop *image* if nothing needs it."""
+        if not self.logs.holds(image):
+            self.files().release_image(image)
+
+    async def _record_fetched(self) -> None:
+        while True:
+            await trio.sleep(_RECORD_EVERY_S)
+            for image in self.files().sparse_images():
+                if image.unrecorded:
+                    await self.hydrator.record(image)
+            await self._record_idle()
+
+    async def _record_idle(self) -> None:
+        while self._idle_images:
+            image = self._idle_images.pop()
+            try:
+                await self.hydrator.record(image)
+            except OSError as error:
+                log.error("what was fetched into image %016x is not kept: %s", image.id, error)
+            finally:
+                image.close()
+
+
+class _MergeNews:
+    """What merging did, passed on; a `MergeListener`."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def changed(self, parent: Inode | None, name: bytes | None, ino: Inode | None, content: bool) -> None:
+        if ino is not None and content:
+            self._replica.files().content_replaced(ino)
+            self._replica.on_remote_change(ino)
+
+    def unnamed(self, ino: Inode) -> None:
+        self._replica.files().purge_if_gone(ino)
+
+    def unneeded(self, image: ImageId) -> None:
+        self._replica.release_image(image)
+
+    def writing(self, ino: Inode) -> bool:
+        return self._replica.files().is_changing(ino)
