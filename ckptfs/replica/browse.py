@@ -2,7 +2,8 @@
 
 Read-only, blocking, and nothing is kept. A mount merges the same heads into its catalog; this does it in memory. With
 one current head only the directories on the way are fetched. With several, every tree of each is read once, because a
-directory that one writer renamed may have got new entries from another under its old name.
+directory that one writer renamed may have got new entries from another under its old name. What a mount saves from a
+directory that one writer removed while another added to it (`conflicts`) is not shown here until a mount published it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.open import open_remote
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.admission import admit
+from ckptfs.replica.entries import entry_weight
 
 LIMITS = Limits(attempts=4, deadline_s=30.0)
 """Somebody waits at a prompt: a remote that is down is told soon."""
@@ -97,7 +99,7 @@ class RemoteView:
             waiting += reversed(below)
 
     def _find(self, path: bytes) -> tuple[FileId, Entry | None]:
-        """The directory id at the end of *path*, with its entry unless it is the root; of a file, its parent's id."""
+        """The id of the directory at *path*, and its entry unless it is the root; of a file, its parent's id."""
         directory, entry = ROOT_FILE_ID, None
         for name in path.split(b"/"):
             if not name:
@@ -112,11 +114,11 @@ class RemoteView:
         return directory, entry
 
     def _entries(self, directory: FileId) -> list[Entry]:
-        """The live entries of *directory*, merged by name, the newest binding winning."""
+        """The live entries of *directory*, merged by name as `entries` says."""
         merged: dict[bytes, Entry] = {}
         for name, body in self._trees.get(directory, {}).items():
             for entry in self._tree(name, body).entries:
-                if entry.name not in merged or merged[entry.name].binding < entry.binding:
+                if entry.name not in merged or _weight(merged[entry.name]) < _weight(entry):
                     merged[entry.name] = entry
         live = []
         for key in sorted(merged):
@@ -169,6 +171,10 @@ def _read_heads(remote: ObjectStore) -> list[Head]:
         listing = remote.list(f"{HEADS}{writer}/", limit=1)  # sequences are inverted: the first is the newest
         newest += [open_head(remote.get(found.key), found.key) for found in listing.objects]
     return current_heads(newest)
+
+
+def _weight(entry: Entry) -> tuple[int, bytes]:
+    return entry_weight(entry), entry.file_id or b""
 
 
 def _with_content(entry: Entry, newest: Entry) -> Entry:
