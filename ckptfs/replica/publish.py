@@ -89,6 +89,8 @@ class Publisher:
         self.cut_now = cut_now
         self.reseal = reseal
         self.released = released
+        self.on_abandoned: Callable[[], None] = lambda: None
+        """Called when a cut was given up, so that what it had is to be cut again."""
         self.counters = UploadCounters()
         self.last_error: str | None = None
         self.last_success_s: float | None = None
@@ -439,11 +441,15 @@ class Publisher:
         trees: dict[Inode, Subtree] | None,
         packs: list[ObjectId] | tuple[ObjectId, ...],
     ) -> None:
+        unneeded = Unneeded()
         with self._store.catalog.transaction():
             self._heads.acknowledged(seq)
             self._packs.named(packs, seq)
             if cut is not None:
-                self.released(self._cuts.finish(cut.id, seq, trees))
+                unneeded = self._cuts.finish(cut.id, seq, trees)
+        if cut is not None and trees is None:
+            self.on_abandoned()
+        self.released(unneeded)  # after the commit: image files are deleted
         log.info("head %d published%s", seq, ", incomplete" if cut is not None and cut.incomplete else "")
         self._built = None
         self._began = None

@@ -400,18 +400,17 @@ class Settler:
     ) -> None:
         """Take a cut now, without the unfinished files and the directories in *held*."""
         held = held or set()
-        with self._store.catalog.transaction():
-            cut, unneeded = self._cuts.take(
-                taken_ns=time.time_ns(),
-                stamp=self._store.clock.tick(),
-                incomplete=incomplete,
-                vector=self._heads.vector(),
-                unfinished=self._open.keys(),
-                held=held,
-                status=self._image_status,
-                provisional=self._provisional,
-            )
-            self._released(unneeded)
+        cut, unneeded = self._cuts.take(
+            taken_ns=time.time_ns(),
+            stamp=self._store.clock.tick(),
+            incomplete=incomplete,
+            vector=self._heads.vector(),
+            unfinished=self._open.keys(),
+            held=held,
+            status=self._image_status,
+            provisional=self._provisional,
+        )
+        self._released(unneeded)  # after the commit: image files are deleted
         log.debug("cut %d taken%s", cut, ", incomplete" if incomplete else "")
         self.incomplete_sets = set(incomplete_sets)
         self._last_cut_at = now

@@ -75,6 +75,7 @@ class Machine:
                 reseal=self.sealer.submit,
                 released=self._released,
             )
+            self.publisher.on_abandoned = self.settler.load
 
     def _released(self, unneeded: Unneeded) -> None:
         self.store.contents.drop_unneeded_manifests(unneeded.manifests)
