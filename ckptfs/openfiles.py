@@ -147,6 +147,7 @@ class OpenFiles:
         file = self._by_image.get(image)
         if file is not None:
             file.manifest = manifest
+        self._written.pop(image, None)
 
     def detach(self, ino: Inode) -> None:
         """The content of *ino* was replaced: who has it open goes on with the old one, later opens get the new."""
@@ -246,7 +247,7 @@ class OpenFiles:
     async def truncate(self, file: OpenFile, size: int, *, privileged: bool) -> None:
         """Set the size; bytes that appear are zeros."""
         async with file.lock:
-            if size == 0 and not file.readers and not file.writers and file.manifest is not None:
+            if size == 0 and not file.readers and not file.writers and not self._is_empty(file):
                 self._take_new_image(file)
             else:
                 await self._unseal(file)
@@ -256,9 +257,8 @@ class OpenFiles:
         if not privileged:
             self.drop_set_id(file.ino)
 
-    async def set_times(self, file: OpenFile, atime_ns: int, mtime_ns: int) -> None:
-        """Times of an unsealed file are its image's."""
-        os.utime(file.image.fd, ns=(atime_ns, mtime_ns))
+    def _is_empty(self, file: OpenFile) -> bool:
+        return file.manifest is None and os.fstat(file.image.fd).st_size == 0
 
     async def fsync(self, fh: int) -> None:
         """Data and every name so far survive a power cut on this disk. Never waits for the remote."""

@@ -28,6 +28,7 @@ from ckptfs.replica.logs import LogSealer, OpenLog
 from ckptfs.replica.merge import Merger
 from ckptfs.replica.publish import Progress, Publisher
 from ckptfs.replica.settle import Settler
+from ckptfs.replica.tombstones import TombstoneCollector
 from ckptfs.replica.verify import verify_packs
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Replica:
         self.follower = Follower(
             store.catalog, remote, self.merger, writer=lambda: store.writer, lag_s=store.settings.lag_s
         )
+        self.tombstones = TombstoneCollector(store, self.follower)
         self.hydrator = Hydrator(store.catalog, store.images, remote, tuning)
         self.on_remote_change: Callable[[Inode], None] = lambda ino: None
         """Called with an inode whose content another writer replaced: cached pages are stale."""
@@ -112,6 +114,7 @@ class Replica:
                     nursery.start_soon(self.settler.run)
                     nursery.start_soon(self.publisher.run)
                     nursery.start_soon(self.logs.run)
+                    nursery.start_soon(self.tombstones.run)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
