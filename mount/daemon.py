@@ -154,6 +154,8 @@ class Daemon:
                 **({} if self._settings.remote is None else {"cache_s": self._settings.lag_s}),
             ),
         )
+        if self._engine.replica is not None:
+            self._engine.replica.on_remote_change = operations.content_changed
         try:
             pyfuse3.init(operations, self._order.mountpoint, options)
         except RuntimeError as error:

@@ -313,7 +313,7 @@ def _tell_end(mountpoint: str, summary: dict[str, Any]) -> int:
         click.echo(f"unmounted {mountpoint}; everything is in the store {summary['store']}, and only there")
         return 0
     if not left["files"] and not left["bytes"]:
-        sent = f", {size(summary['sent_bytes'])} of it sent just now" if summary["sent_bytes"] else ""
+        sent = f" ({size(summary['sent_bytes'])} sent by this mount)" if summary["sent_bytes"] else ""
         click.echo(f"unmounted {mountpoint}; everything is on {summary['remote']}{sent}")
         return 0
     click.echo(

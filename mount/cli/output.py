@@ -67,6 +67,8 @@ def files(count: int | None) -> str:
 
 def pending(progress: dict[str, Any]) -> str:
     """What a progress report says is left, with an estimate."""
+    if not progress["pending_files"] and not progress["pending_bytes"]:
+        return "nothing"
     left = f"{files(progress['pending_files'])}, {size(progress['pending_bytes'])}"
     if progress.get("rate_bytes_s"):
         left += f", {size(progress['rate_bytes_s'])}/s"
