@@ -161,7 +161,7 @@ def bucket(work: Path) -> Iterator[tuple[str, Callable[[], int]]]:
         directory.mkdir()
         yield f"file://{directory}", lambda: sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         return
-    with server:
+    try:
         os.environ.update(server.environment())
         url = f"s3://{server.create_bucket('demo')}/run"
         store = open_remote(url)
@@ -176,6 +176,8 @@ def bucket(work: Path) -> Iterator[tuple[str, Callable[[], int]]]:
                 after = listing.objects[-1].key
 
         yield url, used
+    finally:
+        server.stop()
 
 
 def mib(size: float) -> str:
