@@ -213,12 +213,11 @@ class Publisher:
         cut = self._cuts.publishing()
         if head is None and cut is None:
             cut = self._cuts.pending()
-            if cut is not None and not self._cuts.unsealed(cut.id):
+            if cut is not None and self._is_sealed(cut):
                 self._cuts.begin(cut.id)
-        if head is None and (cut is None or self._cuts.unsealed(cut.id)):
+        if head is None and (cut is None or not self._is_sealed(cut)):
             with trio.move_on_after(_SEAL_S):
                 await self._wanted.wait()
-            self._leave_out_lost(cut)
             return
         await self._admit()
         if head is None and cut is not None:
@@ -243,12 +242,14 @@ class Publisher:
     def _admit_blocking(self) -> str:
         return str(admit(self._remote, create=True).store)
 
-    def _leave_out_lost(self, cut: CutRow | None) -> None:
-        """Images whose flush failed are never sealed, and nothing else is to wait for them."""
-        for image in self._cuts.unsealed(cut.id) if cut is not None else ():
+    def _is_sealed(self, cut: CutRow) -> bool:
+        """Whether every file of the cut is. Images whose flush failed never are, and nothing is to wait for them."""
+        images = self._cuts.unsealed(cut.id)
+        for image in images:
             if image in self._store.sync.poisoned or not self._store.images.path(image).exists():
                 log.error("image %016x cannot be sealed: its file is left out of what is published", image)
                 self._cuts.leave_out(image)
+        return not images or not self._cuts.unsealed(cut.id)
 
     def _refuse(self, damage: DamagedContent) -> None:
         for manifest in damage.manifests:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import sqlite3
 from pathlib import Path
 
+import pytest
 import trio
 
 from ckptfs.encoding.head import open_head
 from ckptfs.remote.directory import DirectoryStore
+from tests.support.faulty import FaultyStore, unavailable
 from tests.support.publishing import CALLER, machine, restore, run
 
 
@@ -127,3 +131,231 @@ def test_settles_by_itself(tmp_path: Path) -> None:
 
     run(test)
     assert restore(tmp_path / "remote", tmp_path / "out") == {"e": None}
+
+
+def test_outage_heals_unaided(tmp_path: Path) -> None:
+    """While the remote fails local work goes on; when it works again everything is published, nothing twice."""
+    remote = FaultyStore(DirectoryStore(str(tmp_path / "remote")))
+    data = random.Random(3).randbytes(40000)
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            remote.fault = lambda operation, key: unavailable(key)
+            await here.write("a", data)
+            while here.publisher.last_error is None:
+                await trio.sleep(0.01)
+            await here.write("b", data[:5000])
+            assert "503" in here.publisher.progress().last_error and here.publisher.progress().pending_files == 2
+            flaky = random.Random(4)
+            remote.fault = lambda operation, key: unavailable(key) if flaky.random() < 0.7 else None
+            await here.publish()
+            assert here.publisher.last_error is None and here.publisher.progress().pending_files == 0
+        assert len(remote.put_keys) == len(set(remote.put_keys))
+
+    run(test)
+    assert restore(tmp_path / "remote", tmp_path / "out") == {"a": data, "b": data[:5000]}
+
+
+def test_lost_answers(tmp_path: Path) -> None:
+    """A put that was stored although its answer was lost is recognised, whatever it was; no head is put twice."""
+    remote = FaultyStore(DirectoryStore(str(tmp_path / "remote")))
+    lost: set[str] = set()
+
+    def lose(operation: str, key: str) -> Exception | None:
+        if operation != "put" or key in lost:
+            return None
+        lost.add(key)
+        return unavailable(key)
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            remote.after = lose
+            await here.write("a", random.Random(5).randbytes(20000))
+            await here.mkdir("d")
+            for i in range(20):
+                await here.write(f"d/{i}", b"%d" % i * 300)
+            await here.publish()
+            assert here.heads.newest().seq == 1
+
+    run(test)
+    assert any(key.startswith("heads/") for key in lost) and any(key.startswith("trees/") for key in lost)
+    assert len(heads(remote)) == 1
+    assert len(restore(tmp_path / "remote", tmp_path / "out")) == 22
+
+
+@pytest.mark.parametrize("stage", ["packs/", "manifests/", "trees/", "heads/", "acknowledged"])
+def test_killed_while_publishing(tmp_path: Path, stage: str) -> None:
+    """A process that dies at any step is followed by one that finishes the same cut, with the next sequence."""
+    remote = FaultyStore(DirectoryStore(str(tmp_path / "remote")))
+    numbers = random.Random(6)
+    files = {f"d/{i}": numbers.randbytes(4000) for i in range(10)}
+
+    async def first() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            await here.write("before", b"b")
+            await here.publish()
+            reached = trio.Event()
+            token = trio.lowlevel.current_trio_token()
+
+            def stop(operation: str, key: str) -> Exception | None:
+                if operation == "put" and key.startswith("heads/" if stage == "acknowledged" else stage):
+                    token.run_sync_soon(reached.set)
+                    return unavailable(key)
+                return None
+
+            if stage == "acknowledged":
+                remote.after = stop
+            else:
+                remote.fault = stop
+            await here.mkdir("d")
+            for path, data in files.items():
+                await here.write(path, data)
+            await here.rename("before", "after")
+            here.settler.cut_now()
+            await reached.wait()
+
+    async def second() -> None:
+        remote.fault = remote.after = lambda operation, key: None
+        packs = remote.requests["put", "packs"]
+        async with machine(tmp_path / "store", remote) as here:
+            await here.publisher.drained()
+            await here.publish()
+            assert here.heads.newest().seq == 2
+            assert here.publisher.progress().pending_files == 0
+            state = "SELECT sum(dirty), sum(tree IS NOT NULL), count(*) FROM inode WHERE mode & 16384"
+            assert here.store.catalog.db.execute(state).fetchone() == (0, 2, 2)
+        if stage in ("heads/", "acknowledged"):
+            assert remote.requests["put", "packs"] == packs
+
+    run(first)
+    run(second)
+    assert restore(tmp_path / "remote", tmp_path / "out") == {"d": None, "after": b"b", **files}
+    assert len(remote.put_keys) == len(set(remote.put_keys))
+
+
+def test_copied_store_becomes_another_writer(tmp_path: Path) -> None:
+    """When its next head's key holds another head, the store was copied: it goes on as a new writer."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def before() -> None:
+        async with machine(tmp_path / "one", remote) as here:
+            await here.write("a", b"a")
+            await here.publish()
+
+    async def publish(name: str, seq: int, place: str) -> None:
+        async with machine(tmp_path / place, remote) as here:
+            writer = here.store.writer
+            await here.write(name, name.encode())
+            await here.publish()
+            assert here.heads.newest().seq == seq
+            assert (here.store.writer != writer) == (name == "copy")
+
+    run(before)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    db = sqlite3.connect(tmp_path / "two" / "catalog.db")
+    with db:  # as if nothing told that it is a copy
+        db.execute("UPDATE setting SET value = ? WHERE key = 'place'", (_place_of(tmp_path / "two" / "catalog.db"),))
+    db.close()
+    run(lambda: publish("original", 2, "one"))
+    run(lambda: publish("copy", 1, "two"))
+    found = restore(tmp_path / "remote", tmp_path / "out")
+    assert found == {"a": b"a", "original": b"original", "copy": b"copy"}
+
+
+def _place_of(catalog: Path) -> str:
+    try:
+        machine_id = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        machine_id = ""
+    status = catalog.stat()
+    return f"{machine_id}:{status.st_dev}:{status.st_ino}"
+
+
+def test_changed_bytes_are_sealed_anew(tmp_path: Path) -> None:
+    """A file whose bytes changed since it was sealed is sealed again, and what is published is consistent."""
+    remote = FaultyStore(DirectoryStore(str(tmp_path / "remote")))
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            remote.fault = lambda operation, key: unavailable(key)
+            await here.write("a", b"a" * 5000)
+            await here.write("b", b"b" * 5000)
+            while here.publisher.last_error is None:
+                await trio.sleep(0.01)
+            row = here.store.names.inode(await here.walk("a"))
+            here.store.images.path(row.image).write_bytes(b"c" * 5000)
+            remote.fault = lambda operation, key: None
+            await here.publish()
+
+    run(test)
+    assert restore(tmp_path / "remote", tmp_path / "out") == {"a": b"c" * 5000, "b": b"b" * 5000}
+
+
+def test_lost_packs_are_sent_again(tmp_path: Path) -> None:
+    """Packs that no head names yet are looked for before the head: those that are gone are sent again."""
+    remote = FaultyStore(DirectoryStore(str(tmp_path / "remote")))
+    data = random.Random(7).randbytes(20000)
+
+    async def first() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            failed = trio.Event()
+            token = trio.lowlevel.current_trio_token()
+
+            def stop(operation: str, key: str) -> Exception | None:
+                if operation == "put" and key.startswith("heads/"):
+                    token.run_sync_soon(failed.set)
+                    return unavailable(key)
+                return None
+
+            remote.fault = stop
+            await here.write("a", data)
+            here.settler.cut_now()
+            await failed.wait()
+
+    async def second() -> None:
+        remote.fault = lambda operation, key: None
+        for each in remote.list("packs/").objects[:2]:
+            remote.delete([each.key])
+        async with machine(tmp_path / "store", remote) as here:
+            await here.publisher.drained()
+            assert here.heads.newest().seq == 2  # the head that named them is never put
+
+    run(first)
+    run(second)
+    assert restore(tmp_path / "remote", tmp_path / "out") == {"a": data}
+
+
+def test_another_remote_is_refused(tmp_path: Path) -> None:
+    """A store that was replicated to one remote does not take another one for it."""
+
+    async def once(name: str) -> None:
+        async with machine(tmp_path / "store", DirectoryStore(str(tmp_path / name))) as here:
+            await here.write(name, b"x")
+            if name == "one":
+                await here.publish()
+            else:
+                here.settler.cut_now()
+                while here.publisher.last_error is None:
+                    await trio.sleep(0.01)
+                assert "another remote" in here.publisher.last_error
+
+    run(lambda: once("one"))
+    run(lambda: once("two"))
+
+
+def test_poisoned_image_holds_nothing_up(tmp_path: Path) -> None:
+    """A file that can never be sealed is left out; everything else is published."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            fh = await here.open("bad", os.O_WRONLY | os.O_CREAT)
+            await here.fs.files.write(fh, 0, b"x")
+            image = here.fs.files.handle(fh).file.image.id
+            here.store.sync.poisoned[image] = OSError("I/O error")
+            await here.fs.release(fh)
+            await here.write("good", b"g")
+            await here.publish()
+
+    run(test)
+    assert restore(tmp_path / "remote", tmp_path / "out") == {"good": b"g"}
