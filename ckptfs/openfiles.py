@@ -131,6 +131,9 @@ class OpenFiles:
     def handle(self, fh: int) -> Handle:
         return self._handles[fh]
 
+    def handles(self) -> list[int]:
+        return list(self._handles)
+
     def files(self) -> list[OpenFile]:
         return list(self._files.values())
 

@@ -134,6 +134,7 @@ class Daemon:
                 self._mounted = False
                 pyfuse3.close(unmount=True)  # does nothing to a mountpoint that is already free
                 log.info("unmounted %s", self._order.mountpoint)
+            await self._engine.filesystem.release_all()
             if not self._stopping and not self._waived:
                 await self._linger()
             self.summary = await self._summarise()

@@ -13,7 +13,7 @@ import pytest
 
 import ckptfs
 from tests.conftest import Bucket
-from tests.support.mounts import COMMAND_S, TINY, Site, is_alive, is_mounted, until
+from tests.support.mounts import COMMAND_S, TINY, Site, is_alive, is_mounted, run, until
 from tests.support.proxy import FaultProxy, Faults
 
 pytestmark = pytest.mark.timeout(150)
@@ -167,4 +167,35 @@ def test_publish_makes_it_visible_to_another_mount(far: Site, bucket: Bucket, tm
         other.mount("--remote", url, "--lag", "200ms", "--read-only")
         assert (other.mountpoint / "model").read_bytes() == b"2" * 50_000
         other.umount()
+    far.umount()
+
+
+def test_unmounting_by_other_means_uploads_what_was_just_closed(far: Site, bucket: Bucket) -> None:
+    """Closed and at once unmounted with fusermount3: the daemon goes on uploading, then ends."""
+    url = f"{bucket.url}/run"
+    far.mount("--remote", url)
+    pid = far.pid()
+    for number in range(5):
+        (far.mountpoint / f"model-{number}").write_bytes(os.urandom(50_000))
+    assert run(["fusermount3", "-u", str(far.mountpoint)]).status == 0
+    until(lambda: not is_alive(pid), "the daemon to end", 40)
+    assert f"ended: everything is on {url}" in far.log()
+    assert listed(far, url) == {f"model-{number}": 50_000 for number in range(5)}
+
+
+def test_a_new_mount_takes_over_from_a_daemon_that_still_uploads(
+    far: Site, network: FaultProxy, bucket: Bucket
+) -> None:
+    """A daemon that lost its mount and has no network does not keep the store from the next mount."""
+    far.mount("--remote", f"{bucket.url}/run", "--stop-timeout", "100s")
+    network.faults = BLACK_HOLE
+    pid = far.pid()
+    (far.mountpoint / "model").write_bytes(os.urandom(50_000))
+    assert run(["fusermount3", "-u", str(far.mountpoint)]).status == 0
+    until(lambda: "uploading for up to" in far.log(), "the daemon to go on uploading")
+    network.heal()
+    far.mount()
+    assert far.pid() != pid and not is_alive(pid)
+    assert (far.mountpoint / "model").stat().st_size == 50_000
+    assert ckptfs.wait(far.mountpoint, "replicated", 60)
     far.umount()
