@@ -193,9 +193,12 @@ def test_a_new_mount_takes_over_from_a_daemon_that_still_uploads(
     (far.mountpoint / "model").write_bytes(os.urandom(50_000))
     assert run(["fusermount3", "-u", str(far.mountpoint)]).status == 0
     until(lambda: "uploading for up to" in far.log(), "the daemon to go on uploading")
-    network.heal()
-    far.mount()
-    assert far.pid() != pid and not is_alive(pid)
+    with far.spawn("mount", str(far.mountpoint), "--store", str(far.store), "--force") as mounting:
+        until(lambda: not is_alive(pid), "the old daemon to end")
+        network.heal()
+        said, _ = mounting.communicate(timeout=COMMAND_S)
+    assert mounting.returncode == 0, said
+    assert "are only in the store" in far.log()
     assert (far.mountpoint / "model").stat().st_size == 50_000
     assert ckptfs.wait(far.mountpoint, "replicated", 60)
     far.umount()
