@@ -212,9 +212,9 @@ class Replica:
         return [self._text(ino) for ino in ordered if found[ino]] or [self._text(ino) for ino in ordered]
 
     def newest_safe_set(self) -> dict[str, object] | None:
-        """The newest complete set of which everything is replicated."""
+        """The newest directory with files that is not an incomplete set and of which everything is replicated."""
         for ino, mtime_ns in self._totals.newest_directories(_SETS_LOOKED_AT):
-            if self._set_state(ino) and not self._totals.pending_under(ino, limit=1):
+            if self._set_state(ino) is not False and not self._totals.pending_under(ino, limit=1):
                 return {"path": self._text(ino), "at": mtime_ns / 1e9}
         return None
 

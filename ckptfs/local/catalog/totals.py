@@ -68,9 +68,10 @@ class Totals:
         return int(row[0])
 
     def newest_directories(self, limit: int) -> list[tuple[Inode, int]]:
-        """Named directories that were looked at, the last changed first, with their mtime in ns."""
+        """Directories that have regular files, the last changed first, with their mtime in ns; not the root."""
         rows = self._db.execute(
-            "SELECT ino, mtime_ns FROM inode WHERE mode & 61440 = 16384 AND nlink > 0 AND expanded = 1 AND ino <> 1"
+            "SELECT ino, mtime_ns FROM inode WHERE ino IN (SELECT d.parent FROM dirent d JOIN inode f ON f.ino = d.ino"
+            " WHERE f.image IS NOT NULL OR f.manifest IS NOT NULL) AND nlink > 0 AND ino <> 1"
             " ORDER BY mtime_ns DESC LIMIT ?",
             (limit,),
         )
