@@ -294,8 +294,10 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
     try:
         trio.run(daemon.run, reporter, strict_exception_groups=True)
     except BaseException as error:
-        log.critical("the daemon failed", exc_info=error)
+        if daemon.announced or not all(isinstance(each, MountError) for each in _leaves(error)):
+            log.critical("the daemon failed", exc_info=error)
         if not daemon.announced:
+            log.error("not mounted: %s", _one_line(error))
             reporter.error(_one_line(error))
         else:
             reporter.ended(f"the daemon failed: {_one_line(error)}; see {store.path / LOG_NAME}")

@@ -122,14 +122,17 @@ def check_fuse(allow_other: bool) -> None:
             "/dev/fuse is missing: load the kernel module (modprobe fuse), or give the container the device "
             "(docker run --device /dev/fuse --cap-add SYS_ADMIN)"
         )
-    if os.geteuid() == 0:
-        try:
-            os.close(os.open(_FUSE_DEVICE, os.O_RDWR))
-        except OSError as error:
-            raise MountError(
-                f"/dev/fuse cannot be opened ({error.strerror}): "
-                "give the container the device (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
-            ) from error
+    root = os.geteuid() == 0
+    try:
+        os.close(os.open(_FUSE_DEVICE, os.O_RDWR))
+    except OSError as error:
+        remedy = (
+            "give the container the device (docker run --device /dev/fuse --cap-add SYS_ADMIN)"
+            if root
+            else "its usual mode is 0666 (chmod 666 /dev/fuse, as root)"
+        )
+        raise MountError(f"/dev/fuse cannot be opened ({error.strerror}): {remedy}") from error
+    if root:
         if not _may_mount():
             raise MountError(
                 "this root may not mount (no CAP_SYS_ADMIN): start the container with --cap-add SYS_ADMIN"
