@@ -34,6 +34,7 @@ from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
 from ckptfs.replica.admission import admit
 from ckptfs.replica.cuttrees import BuiltTrees, CutTrees, PackLost, files_in_order
+from ckptfs.replica.indexes import IndexLearner
 from ckptfs.replica.puts import Puts
 from ckptfs.replica.trees import Trees
 from ckptfs.replica.upload import DamagedContent, UploadCounters, Uploader
@@ -106,6 +107,7 @@ class Publisher:
             counters=self.counters,
             acknowledged=self._saw_pack,
         )
+        self._indexes = IndexLearner(store.catalog, packs, remote)
         self._putting = trio.CapacityLimiter(tuning.upload_threads)
         self._trees = CutTrees(
             contents=store.contents,
@@ -273,6 +275,7 @@ class Publisher:
             self._began = (cut.id, trio.current_time())
             self._raw_bytes_before = self.counters.raw_bytes
         await self._look_for_packs()
+        await self._indexes.learn()
         pending = sum(self._store.contents.manifest(file.manifest).size for file in files_in_order(self._cuts, cut.id))
         await self._uploader.upload(files_in_order(self._cuts, cut.id), pending)
         await self._put_manifests(cut)
