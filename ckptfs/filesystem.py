@@ -33,7 +33,7 @@ from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
-from ckptfs.openfiles import ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles, without_set_id
+from ckptfs.openfiles import SET_ID_BITS, ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles
 from ckptfs.replica.logs import OpenLog
 
 NAME_MAX = 255
@@ -327,7 +327,7 @@ class FileSystem:
     # Attributes
 
     async def setattr(self, ino: Inode, change: AttributeChange, fh: int | None, caller: Caller) -> Attributes:
-        """chmod, chown, truncate, utimens: whatever *change* names, in one."""
+        """chmod, chown, truncate, utimens: whatever *change* names, in one. Nothing at all is a chown to nobody new."""
         self._check_writable()
         row = self._names.inode(ino)
         if change.size is not None:
@@ -336,11 +336,13 @@ class FileSystem:
         columns: dict[str, int] = {}
         if change.mode is not None:
             columns["mode"] = stat.S_IFMT(row.mode) | stat.S_IMODE(change.mode)
-        if change.uid is not None or change.gid is not None:
+            if change.size is not None and caller.uid != 0:
+                columns["mode"] &= ~SET_ID_BITS  # the kernel sends along what it thinks the truncation leaves
+        if change.uid is not None or change.gid is not None or change == AttributeChange():
             columns["uid"] = row.uid if change.uid is None else change.uid
             columns["gid"] = row.gid if change.gid is None else change.gid
             if not stat.S_ISDIR(row.mode) and change.mode is None:
-                columns["mode"] = without_set_id(row.mode)
+                columns["mode"] = _after_chown(row.mode)
         if change.atime_ns is not None:
             columns["atime_ns"] = _clamped(change.atime_ns)
         if change.mtime_ns is not None:
@@ -359,6 +361,7 @@ class FileSystem:
         return self.attributes(self._names.inode(ino))
 
     async def getxattr(self, ino: Inode, name: bytes) -> bytes:
+        _check_namespace(name)
         value = self._names.xattr(ino, name)
         if value is None:
             self._names.inode(ino)
@@ -371,8 +374,7 @@ class FileSystem:
 
     async def setxattr(self, ino: Inode, name: bytes, value: bytes) -> None:
         self._check_writable()
-        if not name.startswith(XATTR_NAMESPACES):
-            raise NotSupported(f"attributes like {name!r} are not kept")
+        _check_namespace(name)
         if len(name) > NAME_MAX or len(value) > XATTR_MAX or name in XATTR_NAMESPACES:
             raise InvalidArgument(f"{name[:NAME_MAX]!r} with {len(value)} bytes is no attribute that can be kept")
         self._names.inode(ino)
@@ -383,6 +385,7 @@ class FileSystem:
 
     async def removexattr(self, ino: Inode, name: bytes) -> None:
         self._check_writable()
+        _check_namespace(name)
         self._names.inode(ino)
         with self.store.catalog.transaction():
             if not self._names.remove_xattr(ino, name):
@@ -593,6 +596,16 @@ class FileSystem:
             await self.files.truncate(file, size, privileged=caller.uid == 0)
         finally:
             self.files.give_back(file)
+
+
+def _after_chown(mode: int) -> int:
+    """*mode* without S_ISUID and, where the group may execute, without S_ISGID."""
+    return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
+
+
+def _check_namespace(name: bytes) -> None:
+    if not name.startswith(XATTR_NAMESPACES):
+        raise NotSupported(f"attributes like {name!r} are not kept")
 
 
 def _clamped(time_ns: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from ckptfs.local.store import Store
 from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
+
+SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
 
 _RANDOM, _SEQUENTIAL = 0, 2
 """A handle counts as sequential after this many reads that each began where the last ended."""
@@ -279,9 +282,9 @@ class OpenFiles:
             raise OSError(errno.EIO, f"an earlier flush of inode {file.ino} failed: {error}")
 
     def drop_set_id(self, ino: Inode) -> None:
-        """A write by somebody unprivileged clears S_ISUID, and S_ISGID of group-executables."""
+        """A write by somebody unprivileged clears S_ISUID and S_ISGID."""
         row = self._store.names.inode(ino)
-        mode = without_set_id(row.mode)
+        mode = row.mode & ~SET_ID_BITS
         if mode != row.mode:
             with self._store.catalog.transaction():
                 self._store.names.update_inode(ino, mode=mode)
@@ -375,14 +378,18 @@ class OpenFiles:
     async def _rescue(self, image: Image) -> None:
         """Copy what a cut still needs before *image* is written again."""
         copy = self._store.images.create()
+        self._store.sync.created(copy.id)
         try:
+            self._store.contents.add_image(copy.id, whole=True)  # now: a kill must not leave a file without a row
             await trio.to_thread.run_sync(copy_data, image.fd, copy.fd)
+            await self._store.sync.sync(copy.id)
+        except BaseException:
+            self._store.contents.drop_image(copy.id)
+            self._store.sync.delete_later(copy.id)
+            raise
         finally:
             os.close(copy.fd)
-        self._store.sync.created(copy.id)
-        await self._store.sync.sync(copy.id)
         with self._store.catalog.transaction():
-            self._store.contents.add_image(copy.id, whole=True)
             self._store.contents.copy_locations(image.id, copy.id)
             self._store.contents.move_cuts_to_image(image.id, copy.id)
         self.on_closed(copy.id)  # a cut that was not sealed yet still needs that
@@ -449,11 +456,3 @@ class OpenFiles:
                 self._finish_writing(file)
             if file.image.unrecorded and self._source is not None:
                 await self._source.record(file.image)
-
-
-def without_set_id(mode: int) -> int:
-    """*mode* without S_ISUID and, where the group may execute, without S_ISGID."""
-    mode &= ~0o4000
-    if mode & 0o010:
-        mode &= ~0o2000
-    return mode
