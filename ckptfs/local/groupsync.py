@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import trio
@@ -36,9 +37,13 @@ class GroupSync:
     page), so that every later fsync and close of them fails and they are never sealed.
     """
 
-    def __init__(self, catalog: Catalog, images: Images) -> None:
+    def __init__(
+        self, catalog: Catalog, images: Images, deleted: Callable[[list[ImageId]], None] = lambda images: None
+    ) -> None:
+        """*deleted* is called on the loop once the files of images that were to be deleted are."""
         self._catalog = catalog
         self._images = images
+        self._deleted = deleted
         self._next = _Round()
         self._wanted = trio.Event()
         self._unsynced_names: set[ImageId] = set()
@@ -109,9 +114,19 @@ class GroupSync:
                 await trio.to_thread.run_sync(self._flush, current, names, doomed, commits != self._synced_commits)
             if current.error is None:
                 self._synced_commits = commits
+                self._forget(doomed)
+            else:
+                self._doomed = doomed + self._doomed
             self.poisoned.update(current.failed)
         finally:
             current.done.set()
+
+    def _forget(self, deleted: list[ImageId]) -> None:
+        try:
+            if deleted:
+                self._deleted(deleted)
+        except OSError as error:  # a full disk; the next mount does it
+            log.warning("the rows of %d deleted images stay for now: %s", len(deleted), error)
 
     def _flush(self, current: _Round, names: set[ImageId], doomed: list[ImageId], catalog_changed: bool) -> None:
         for image in current.images:

@@ -46,7 +46,7 @@ class Store:
         self.contents = Contents(self.catalog)
         self._recovery = Recovery(self.catalog)
         self.images = Images(path / "images")
-        self.sync = GroupSync(self.catalog, self.images)
+        self.sync = GroupSync(self.catalog, self.images, self.contents.forget_images)
         self.clock = Clock()
         self.writer = WriterId(b"")
 
@@ -125,7 +125,7 @@ class Store:
                 path.unlink()
         for image in found - known:
             path = self.images.path(image)
-            if path.stat().st_size == 0:
+            if path.stat().st_blocks == 0:  # killed between creating it and its row
                 path.unlink()
             else:
                 log.warning("image %016x has no row in the catalog: moved to %s", image, lost)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from ckptfs.ids import ChunkId, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.catalog import Catalog
 
+_DROPPED = -1
+"""image.whole of one that nobody needs, while its file is not deleted yet."""
+
 
 @dataclass(frozen=True)
 class ManifestRow:
@@ -46,13 +49,14 @@ class Contents:
 
     def image_is_whole(self, image: ImageId) -> bool:
         row = self._db.execute("SELECT whole FROM image WHERE id = ?", (image,)).fetchone()
-        return bool(row and row[0])
+        return bool(row and row[0] == 1)
 
     def set_image_whole(self, image: ImageId) -> None:
         with self._catalog.transaction() as db:
             db.execute("UPDATE image SET whole = 1 WHERE id = ?", (image,))
 
     def images(self) -> set[ImageId]:
+        """Every image that has a row, dropped ones too."""
         return {ImageId(row[0]) for row in self._db.execute("SELECT id FROM image")}
 
     def image_is_needed(self, image: ImageId) -> bool:
@@ -73,10 +77,18 @@ class Contents:
             db.execute("UPDATE cut_entry SET image = ? WHERE image = ?", (new, old))
 
     def drop_image(self, image: ImageId) -> None:
-        """Forget an image and every location in it."""
+        """Nobody needs *image*: its locations go now, and the row once its file is deleted (`forget_images`).
+
+        Until then the row tells an image that is to be deleted from one that was lost, if we are killed in between.
+        """
         with self._catalog.transaction() as db:
             db.execute("DELETE FROM location WHERE image = ?", (image,))
-            db.execute("DELETE FROM image WHERE id = ?", (image,))
+            db.execute("UPDATE image SET whole = ? WHERE id = ?", (_DROPPED, image))
+
+    def forget_images(self, images: Iterable[ImageId]) -> None:
+        """The files of *images*, which were dropped, are deleted."""
+        with self._catalog.transaction() as db:
+            db.executemany("DELETE FROM image WHERE id = ? AND whole = ?", [(image, _DROPPED) for image in images])
 
     # Manifests
 
@@ -184,7 +196,9 @@ class Contents:
             )
 
     def has_image(self, image: ImageId) -> bool:
-        return self._db.execute("SELECT 1 FROM image WHERE id = ?", (image,)).fetchone() is not None
+        """Whether *image* is there and was not dropped."""
+        row = self._db.execute("SELECT 1 FROM image WHERE id = ? AND whole <> ?", (image, _DROPPED)).fetchone()
+        return row is not None
 
     def drop_locations(self, image: ImageId) -> None:
         with self._catalog.transaction() as db:

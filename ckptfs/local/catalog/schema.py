@@ -62,7 +62,7 @@ CREATE TABLE xattr (
     ino INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (ino, name)
 ) WITHOUT ROWID;
 
--- One row per file in images/. Whole: every byte of the file version is in it.
+-- One row per file in images/. Whole: 1 every byte of the file version is in it, 0 not; -1 it is to be deleted.
 CREATE TABLE image (id INTEGER PRIMARY KEY, whole INTEGER NOT NULL);
 
 CREATE TABLE manifest (
@@ -117,17 +117,20 @@ CREATE TABLE cut_dir (
     PRIMARY KEY (cut, dir)
 ) WITHOUT ROWID;
 CREATE TABLE cut_entry (
-    cut      INTEGER NOT NULL,
-    dir      INTEGER NOT NULL,
-    name     BLOB NOT NULL,
-    ino      INTEGER,                        -- NULL: a tombstone
-    image    INTEGER,                        -- regular files: local bytes at the cut
-    manifest INTEGER,                        -- regular files: filled in when the image is sealed
-    stamp    INTEGER NOT NULL,               -- dirent.stamp at the cut
-    changed  INTEGER NOT NULL,               -- inode.changed at the cut; 0 for a tombstone
-    entry    BLOB,                           -- encoding.tree.Entry without manifest, encoded; its subtree is what was
-                                             --   published last, used where that directory is not in the cut.
-                                             --   NULL: unfinished, what the directory's earlier tree says stays
+    cut       INTEGER NOT NULL,
+    dir       INTEGER NOT NULL,
+    name      BLOB NOT NULL,
+    ino       INTEGER,                       -- NULL: a tombstone
+    image     INTEGER,                       -- regular files: local bytes at the cut; NULL when they are published
+    manifest  INTEGER,                       -- regular files: filled in when the image is sealed
+    stamp     INTEGER NOT NULL,              -- dirent.stamp at the cut
+    changed   INTEGER NOT NULL,              -- inode.changed at the cut; 0 for a tombstone
+    kept      INTEGER NOT NULL,              -- 1: unfinished, what the directory's earlier tree says of it stays
+    file_id BLOB, mode INTEGER, uid INTEGER, gid INTEGER, rdev INTEGER, size INTEGER, -- these as in inode; NULL for a
+    mtime_ns INTEGER, ctime_ns INTEGER, atime_ns INTEGER, target BLOB,                --   tombstone
+    tree      BLOB,                          -- directories: what was published last, used where the directory itself
+    tree_body BLOB,                          --   is not in the cut
+    xattrs    BLOB,                          -- JSON array of [name, value] in hex, ordered by name; NULL: none
     PRIMARY KEY (cut, dir, name)
 ) WITHOUT ROWID;
 CREATE INDEX cut_entry_image ON cut_entry (image) WHERE image IS NOT NULL;
