@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 import trio
 
 from ckptfs.config import Settings, Tuning
+from ckptfs.errors import IsADirectory
 from ckptfs.filesystem import AttributeChange, Caller, FileSystem
 from ckptfs.ids import ROOT_INODE, Inode
 from ckptfs.local.catalog.cuts import Cuts, Unneeded
@@ -119,6 +121,8 @@ class Machine:
         parent, name = await self._parent(path)
         found = self.store.names.find(parent, name)
         if found is not None:
+            if stat.S_ISDIR(self.store.names.inode(found).mode):
+                raise IsADirectory(path)  # the kernel's part
             return await self.fs.open(found, flags, CALLER)
         return (await self.fs.create(parent, name, 0o644, flags, CALLER))[0]
 

@@ -1,14 +1,18 @@
-"""How one directory's rows are copied into a cut. Which directories, and when, belongs to `cuts` and above."""
+"""How one directory's rows are copied into a cut. Which directories, and when, belongs to `cuts` and above.
+
+SQLite copies the rows (2 µs each: a directory of 10,000 entries holds the loop up for 20 ms); Python looks at the few
+that need more: files that are not sealed, subdirectories, extended attributes.
+"""
 
 from __future__ import annotations
 
+import json
+import sqlite3
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from stat import S_ISDIR, S_ISREG
-from typing import Any, Protocol
+from typing import Protocol
 
-from ckptfs.encoding.tree import Entry, encode_entry
-from ckptfs.ids import FileId, ImageId, Inode, ObjectId, Stamp
+from ckptfs.ids import ImageId, Inode
 
 
 @dataclass(frozen=True)
@@ -35,36 +39,17 @@ class Provisional(Protocol):
     def ctime_ns(self) -> int: ...
 
 
-_COLUMNS = (
-    "d.name, d.ino, d.stamp, i.file_id, i.mode, i.uid, i.gid, i.rdev, i.size, i.mtime_ns, i.ctime_ns, i.atime_ns,"
-    " i.changed, i.target, i.image, i.manifest, i.tree, i.tree_body, i.expanded, m.digest"
-)
+_COPY = """
+INSERT INTO cut_entry (cut, dir, name, ino, image, manifest, stamp, changed, kept, file_id, mode, uid, gid, rdev, size,
+    mtime_ns, ctime_ns, atime_ns, target, tree, tree_body)
+SELECT ?1, d.parent, d.name, d.ino, CASE WHEN m.digest IS NULL THEN i.image END, i.manifest, d.stamp,
+    coalesce(i.changed, 0), 0, i.file_id, i.mode, i.uid, i.gid, i.rdev, i.size, i.mtime_ns, i.ctime_ns, i.atime_ns,
+    i.target, i.tree, i.tree_body
+FROM dirent d LEFT JOIN inode i ON i.ino = d.ino LEFT JOIN manifest m ON m.id = i.manifest WHERE d.parent = ?2
+"""
 
-
-@dataclass(frozen=True)
-class _Row:
-    """A directory entry joined with its inode and manifest; all but the first three are NULL for a tombstone."""
-
-    name: bytes
-    ino: Inode | None
-    stamp: Stamp
-    file_id: FileId
-    mode: int
-    uid: int
-    gid: int
-    rdev: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    atime_ns: int
-    changed: Stamp
-    target: bytes | None
-    image: ImageId | None
-    manifest: int | None
-    tree: ObjectId | None
-    tree_body: bytes | None
-    expanded: int
-    digest: ObjectId | None
+_IS_DIRECTORY = "mode & 61440 = 16384"
+"""S_ISDIR in SQL."""
 
 
 class CutCopier:
@@ -73,14 +58,14 @@ class CutCopier:
     def __init__(
         self,
         cut: int,
-        execute: Callable[..., Any],
+        db: sqlite3.Connection,
         unfinished: Collection[Inode],
         held: Collection[Inode],
         status: Callable[[Inode, ImageId], ImageStatus],
         provisional: Callable[[Inode], Provisional | None],
     ) -> None:
         self._cut = cut
-        self._execute = execute
+        self._db = db
         self._unfinished = unfinished
         self._held = held
         self._status = status
@@ -91,104 +76,82 @@ class CutCopier:
 
     def copy(self, directory: Inode) -> list[Inode]:
         """Copy one directory; returns directories in it that were never published."""
-        self._execute(
+        self._db.execute(
             "INSERT INTO cut_dir (cut, dir, file_id, tree, tree_body)"
             " SELECT ?, ino, file_id, tree, tree_body FROM inode WHERE ino = ?",
             (self._cut, directory),
         )
-        xattrs: dict[int, list[tuple[bytes, bytes]]] = {}
-        for ino, name, value in self._execute(
-            "SELECT x.ino, x.name, x.value FROM xattr x WHERE x.ino IN (SELECT ino FROM dirent WHERE parent = ?)"
-            " ORDER BY x.name",
+        self._db.execute(_COPY, (self._cut, directory))
+        self._copy_xattrs(directory)
+        self._copy_unsealed(directory)
+        return self._subdirectories(directory)
+
+    def _copy_xattrs(self, directory: Inode) -> None:
+        found: dict[bytes, list[tuple[str, str]]] = {}
+        for name, key, value in self._db.execute(
+            "SELECT d.name, x.name, x.value FROM dirent d JOIN xattr x ON x.ino = d.ino WHERE d.parent = ?"
+            " ORDER BY d.name, x.name",
             (directory,),
         ):
-            xattrs.setdefault(ino, []).append((name, value))
-        rows = self._execute(
-            f"SELECT {_COLUMNS} FROM dirent d LEFT JOIN inode i ON i.ino = d.ino LEFT JOIN manifest m"
-            " ON m.id = i.manifest WHERE d.parent = ?",
-            (directory,),
+            found.setdefault(name, []).append((key.hex(), value.hex()))
+        for name, xattrs in found.items():
+            self._update(directory, name, xattrs=json.dumps(xattrs).encode())
+
+    def _copy_unsealed(self, directory: Inode) -> None:
+        """Files whose content is in their image alone: as they are at this moment, or as their log was last sealed."""
+        rows = self._db.execute(
+            "SELECT name, ino, image, ctime_ns FROM cut_entry"
+            " WHERE cut = ? AND dir = ? AND image IS NOT NULL AND manifest IS NULL",
+            (self._cut, directory),
         ).fetchall()
+        found: list[tuple[object, ...]] = []
+        for name, ino, image, ctime_ns in rows:
+            seal = self._provisional(ino) if ino in self._unfinished else None
+            if seal is not None:
+                times = (seal.size, seal.mtime_ns, max(ctime_ns, seal.ctime_ns))
+                found.append((seal.image, seal.manifest, *times, self._cut, directory, name))
+            elif ino in self._unfinished:
+                self.outdated.add(directory)
+                self._update(directory, name, kept=1, image=None)
+            else:
+                now = self._status(ino, image)
+                times = (now.size, now.mtime_ns, max(ctime_ns, now.ctime_ns))
+                found.append((image, None, *times, self._cut, directory, name))
+        self._db.executemany(
+            "UPDATE cut_entry SET image = ?, manifest = ?, size = ?, mtime_ns = ?, ctime_ns = ?"
+            " WHERE cut = ? AND dir = ? AND name = ?",
+            found,
+        )
+
+    def _subdirectories(self, directory: Inode) -> list[Inode]:
         new: list[Inode] = []
-        for row in rows:
-            self._copy_entry(directory, _Row(*row), tuple(xattrs.get(row[1], ())), new)
+        rows = self._db.execute(
+            "SELECT c.name, c.ino, c.tree IS NOT NULL, i.expanded FROM cut_entry c JOIN inode i ON i.ino = c.ino"
+            f" WHERE c.cut = ? AND c.dir = ? AND c.{_IS_DIRECTORY}",
+            (self._cut, directory),
+        ).fetchall()
+        for name, ino, published, expanded in rows:
+            if not expanded:  # nobody looked at it yet: it is what its newest source says
+                source = self._db.execute(
+                    "SELECT digest, body FROM source WHERE dir = ? ORDER BY merged, seq DESC LIMIT 1", (ino,)
+                ).fetchone()
+                if source is not None:
+                    self._update(directory, name, tree=source[0], tree_body=source[1])
+                    continue
+            if ino in self._held:
+                self.outdated.add(directory)
+                if not published:
+                    self._db.execute(
+                        "DELETE FROM cut_entry WHERE cut = ? AND dir = ? AND name = ?", (self._cut, directory, name)
+                    )
+            elif not published:
+                new.append(ino)
         return new
 
-    def _copy_entry(
-        self, directory: Inode, row: _Row, xattrs: tuple[tuple[bytes, bytes], ...], new: list[Inode]
-    ) -> None:
-        if row.ino is None:
-            self._add(directory, row, None, None, Entry(row.name, row.stamp))
-            return
-        image, manifest = row.image, row.manifest
-        size, mtime_ns, ctime_ns = row.size, row.mtime_ns, row.ctime_ns
-        tree: tuple[ObjectId | None, bytes | None] = (None, None)
-        if S_ISDIR(row.mode):
-            tree = self._subtree(row)
-            if row.ino in self._held:
-                self.outdated.add(directory)
-                if tree[0] is None:
-                    return
-            elif tree[0] is None:
-                new.append(row.ino)
-        elif S_ISREG(row.mode):
-            if row.ino in self._unfinished and manifest is None:
-                seal = self._provisional(row.ino)
-                if seal is None:
-                    self.outdated.add(directory)
-                    self._add(directory, row, None, None, None)
-                    return
-                image, manifest, size = seal.image, seal.manifest, seal.size
-                mtime_ns, ctime_ns = seal.mtime_ns, max(ctime_ns, seal.ctime_ns)
-            elif manifest is None:
-                now = self._status(row.ino, row.image or ImageId(0))
-                size, mtime_ns, ctime_ns = now.size, now.mtime_ns, max(ctime_ns, now.ctime_ns)
-            elif row.digest is not None:
-                image = None  # published already: its bytes are not needed here
-        entry = Entry(
-            name=row.name,
-            stamp=row.stamp,
-            file_id=row.file_id,
-            mode=row.mode,
-            uid=row.uid,
-            gid=row.gid,
-            rdev=row.rdev,
-            size=size,
-            mtime_ns=mtime_ns,
-            ctime_ns=ctime_ns,
-            atime_ns=row.atime_ns,
-            changed=row.changed,
-            target=row.target,
-            xattrs=xattrs,
-            tree=tree[0],
-            tree_body=tree[1],
-        )
-        self._add(directory, row, image, manifest, entry)
-
-    def _subtree(self, row: _Row) -> tuple[ObjectId | None, bytes | None]:
-        """What was published of a directory. One that was not looked at yet is what its newest source says."""
-        if not row.expanded:
-            source = self._execute(
-                "SELECT digest, body FROM source WHERE dir = ? ORDER BY merged, seq DESC LIMIT 1", (row.ino,)
-            ).fetchone()
-            if source is not None:
-                return source[0], source[1]
-        return row.tree, row.tree_body
-
-    def _add(
-        self, directory: Inode, row: _Row, image: ImageId | None, manifest: int | None, entry: Entry | None
-    ) -> None:
-        self._execute(
-            "INSERT INTO cut_entry (cut, dir, name, ino, image, manifest, stamp, changed, entry)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                self._cut,
-                directory,
-                row.name,
-                row.ino,
-                image,
-                manifest,
-                row.stamp,
-                row.changed or 0,
-                encode_entry(entry) if entry is not None else None,
-            ),
+    def _update(self, directory: Inode, name: bytes, **columns: object) -> None:
+        """Set *columns* of one entry. Column names are ours."""
+        assignments = ", ".join(f"{column} = ?" for column in columns)
+        self._db.execute(
+            f"UPDATE cut_entry SET {assignments} WHERE cut = ? AND dir = ? AND name = ?",
+            (*columns.values(), self._cut, directory, name),
         )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
-from ckptfs.encoding.tree import Entry, decode_entry, encode_entry
+from ckptfs.encoding.tree import Entry
 from ckptfs.ids import ROOT_INODE, FileId, ImageId, Inode, ObjectId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
 from ckptfs.local.catalog.cutcopy import CutCopier, ImageStatus, Provisional
@@ -58,7 +59,7 @@ class CutEntry:
     entry: Entry | None
     """None: the file was unfinished; what the directory's earlier tree says of it stays."""
     file_id: FileId | None = None
-    """Of an unfinished file that still exists here."""
+    """None: a tombstone."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Unneeded:
     images: set[ImageId] = field(default_factory=set)
     manifests: set[int] = field(default_factory=set)
 
+
+_ENTRY = (
+    "name, ino, manifest, stamp, kept, file_id, changed, mode, uid, gid, rdev, size, mtime_ns, ctime_ns, atime_ns,"
+    " target, tree, tree_body, xattrs"
+)
 
 _DIRTY = "SELECT ino FROM inode WHERE dirty > 0 AND nlink > 0 AND expanded = 1"
 """Of a directory that was not looked at yet the rows here are not all; what others say of it is published as it is."""
@@ -117,7 +123,7 @@ class Cuts:
                 (taken_ns, stamp, int(incomplete), _encode_vector(vector)),
             ).lastrowid
             assert cut is not None
-            copier = CutCopier(cut, db.execute, unfinished, held, status, provisional)
+            copier = CutCopier(cut, db, unfinished, held, status, provisional)
             directories = self._with_ancestors(wanted, held)
             left = self._copy(copier, directories)
             kept = copier.outdated | {ino for ino in left if ino not in copier.copied}
@@ -194,12 +200,9 @@ class Cuts:
     def entries(self, cut: int, directory: Inode) -> list[CutEntry]:
         """What the cut has in *directory*, ordered by name."""
         return [
-            CutEntry(row[0], row[1], row[2], row[3], decode_entry(row[4]) if row[4] is not None else None, row[5])
+            _entry(row)
             for row in self._db.execute(
-                "SELECT name, ino, manifest, stamp, entry,"
-                " CASE WHEN entry IS NULL THEN (SELECT file_id FROM inode WHERE inode.ino = cut_entry.ino) END"
-                " FROM cut_entry WHERE cut = ? AND dir = ? ORDER BY name",
-                (cut, directory),
+                f"SELECT {_ENTRY} FROM cut_entry WHERE cut = ? AND dir = ? ORDER BY name", (cut, directory)
             )
         ]
 
@@ -209,7 +212,7 @@ class Cuts:
             (row[0], Inode(row[1]), CutFile(row[2], row[3]) if row[2] is not None else None)
             for row in self._db.execute(
                 "SELECT c.name, c.ino, c.manifest, c.image FROM cut_entry c LEFT JOIN manifest m ON m.id = c.manifest"
-                " WHERE c.cut = ? AND c.dir = ? AND c.entry IS NOT NULL AND ("
+                " WHERE c.cut = ? AND c.dir = ? AND c.kept = 0 AND ("
                 " (c.manifest IS NOT NULL AND m.digest IS NULL)"
                 " OR EXISTS (SELECT 1 FROM cut_dir WHERE cut = c.cut AND dir = c.ino)) ORDER BY c.name",
                 (cut, directory),
@@ -267,7 +270,7 @@ class Cuts:
                 " (SELECT dir FROM cut_entry WHERE image = ? AND manifest IS NULL)",
                 (CHANGED, image),
             )
-            db.execute("UPDATE cut_entry SET entry = NULL, image = NULL WHERE image = ? AND manifest IS NULL", (image,))
+            db.execute("UPDATE cut_entry SET kept = 1, image = NULL WHERE image = ? AND manifest IS NULL", (image,))
 
     def refuse(self, manifest: int) -> list[ImageId]:
         """The bytes of *manifest* are not what was sealed: whoever has it is unsealed; returns images to seal again.
@@ -284,7 +287,7 @@ class Cuts:
                 )
             ]
             db.executemany("DELETE FROM location WHERE image = ?", [(image,) for image in images])
-            db.execute("UPDATE cut_entry SET entry = NULL WHERE manifest = ? AND image IS NULL", (manifest,))
+            db.execute("UPDATE cut_entry SET kept = 1 WHERE manifest = ? AND image IS NULL", (manifest,))
             db.execute("UPDATE cut_entry SET manifest = NULL WHERE manifest = ?", (manifest,))
             db.execute("UPDATE inode SET manifest = NULL WHERE manifest = ? AND image IS NOT NULL", (manifest,))
             db.execute(
@@ -312,7 +315,7 @@ class Cuts:
             db.execute(
                 "UPDATE dirent SET origin_writer = ?1, origin_seq = ?2 WHERE origin_seq IS NULL AND EXISTS ("
                 " SELECT 1 FROM cut_entry c WHERE c.cut = ?3 AND c.dir = dirent.parent AND c.name = dirent.name"
-                " AND c.entry IS NOT NULL AND c.stamp = dirent.stamp AND c.ino IS dirent.ino"
+                " AND c.kept = 0 AND c.stamp = dirent.stamp AND c.ino IS dirent.ino"
                 " AND (c.ino IS NULL OR c.changed = (SELECT changed FROM inode WHERE ino = c.ino)))",
                 (SELF, seq, cut),
             )
@@ -327,6 +330,8 @@ class Cuts:
                 unneeded = Unneeded()
                 for ino, tree in trees.items():
                     self._set_tree(cut, ino, tree, pending)
+                if pending is not None:
+                    self._tell_pending(cut, pending, trees)
             gone = self._drop(cut)
             unneeded.images |= gone.images
             unneeded.manifests |= gone.manifests
@@ -339,29 +344,26 @@ class Cuts:
             " AND tree IS (SELECT tree FROM cut_dir WHERE cut = ?4 AND dir = ?3)",
             (*tree, ino, cut),
         )
-        if pending is None:
-            return
-        if updated.rowcount:
+        if updated.rowcount and pending is not None:
             db.execute(
                 "UPDATE cut_dir SET tree = ?1, tree_body = ?2 WHERE cut = ?3 AND dir = ?4"
                 " AND tree IS (SELECT tree FROM cut_dir WHERE cut = ?5 AND dir = ?4)",
                 (*tree, pending.id, ino, cut),
             )
-        # A directory that did not change between the two cuts is in the newer one with what was published before.
-        row = db.execute(
-            "SELECT dir, name, entry FROM cut_entry WHERE cut = ?1 AND ino = ?2 AND entry IS NOT NULL"
-            " AND NOT EXISTS (SELECT 1 FROM cut_dir WHERE cut = ?1 AND dir = ?2)",
-            (pending.id, ino),
-        ).fetchone()
-        if row is None:
-            return
-        entry = decode_entry(row[2])
-        before = db.execute("SELECT tree FROM cut_dir WHERE cut = ? AND dir = ?", (cut, ino)).fetchone()
-        if entry.tree == before[0]:
-            db.execute(
-                "UPDATE cut_entry SET entry = ? WHERE cut = ? AND dir = ? AND name = ?",
-                (encode_entry(replace(entry, tree=tree[0], tree_body=tree[1])), pending.id, row[0], row[1]),
-            )
+
+    def _tell_pending(self, cut: int, pending: CutRow, trees: Mapping[Inode, Subtree]) -> None:
+        """A directory that did not change between the two cuts is in the newer one as it was published before it."""
+        db = self._db
+        rows = db.execute(
+            "SELECT c.dir, c.name, c.ino FROM cut_entry c JOIN cut_dir d ON d.cut = ?1 AND d.dir = c.ino"
+            " WHERE c.cut = ?2 AND c.tree IS d.tree AND NOT EXISTS"
+            " (SELECT 1 FROM cut_dir WHERE cut = ?2 AND dir = c.ino)",
+            (cut, pending.id),
+        ).fetchall()
+        db.executemany(
+            "UPDATE cut_entry SET tree = ?, tree_body = ? WHERE cut = ? AND dir = ? AND name = ?",
+            [(*trees[ino], pending.id, directory, name) for directory, name, ino in rows if ino in trees],
+        )
 
     def _abandon(self, cut: int) -> Unneeded:
         self._db.execute(
@@ -387,3 +389,31 @@ def _encode_vector(vector: Mapping[WriterId, int]) -> bytes:
 
 def _decode_vector(data: bytes) -> dict[WriterId, int]:
     return {WriterId(bytes.fromhex(writer)): seq for writer, seq in json.loads(data).items()}
+
+
+def _entry(row: tuple[Any, ...]) -> CutEntry:
+    name, ino, manifest, stamp, kept, file_id, changed, *columns = row
+    if kept:
+        return CutEntry(name, ino, manifest, stamp, None, file_id)
+    if ino is None:
+        return CutEntry(name, None, None, stamp, Entry(name, stamp))
+    mode, uid, gid, rdev, size, mtime_ns, ctime_ns, atime_ns, target, tree, tree_body, xattrs = columns
+    entry = Entry(
+        name=name,
+        stamp=stamp,
+        file_id=file_id,
+        mode=mode,
+        uid=uid,
+        gid=gid,
+        rdev=rdev,
+        size=size,
+        mtime_ns=mtime_ns,
+        ctime_ns=ctime_ns,
+        atime_ns=atime_ns,
+        changed=changed,
+        target=target,
+        xattrs=tuple((bytes.fromhex(key), bytes.fromhex(value)) for key, value in json.loads(xattrs or b"[]")),
+        tree=tree,
+        tree_body=tree_body,
+    )
+    return CutEntry(name, ino, manifest, stamp, entry, file_id)
