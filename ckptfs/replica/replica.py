@@ -89,6 +89,7 @@ class Replica:
             reseal=reseal,
             released=self._released,
         )
+        self.publisher.on_abandoned = self.settler.load
         tuning = store.settings.tuning
         self.merger = Merger(store.catalog, store.clock, remote, _MergeNews(self), tuning)
         self.follower = Follower(
