@@ -32,6 +32,7 @@ from ckptfs.local.catalog.heads import HeadRow, Heads
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
+from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.admission import admit
 from ckptfs.replica.cuttrees import BuiltTrees, CutTrees, PackLost, files_in_order
 from ckptfs.replica.indexes import IndexLearner
@@ -45,6 +46,9 @@ WHOLE_MOUNT = ""
 """The lane that every name is in."""
 _TRUST_S = 3600.0
 """How long an acknowledged object that no head names is taken to be there still; gc's grace period is days."""
+_ATTEMPTS = 4
+"""Times that a request is made before the whole step counts as failed: an encoded pack is worth waiting a few seconds,
+but not an outage, in which everybody waits together."""
 _SEAL_S = 30.0
 """How often a cut that waits for sealing is looked at unasked."""
 _REMOTE_SETTING = "remote_store"
@@ -82,8 +86,11 @@ class Publisher:
         reseal: Callable[[ImageId], None] = lambda image: None,
         released: Callable[[Unneeded], None] = lambda unneeded: None,
     ) -> None:
+        tuning = store.settings.tuning
+        limits = Limits(tuning.retry_first_s, tuning.retry_most_s, attempts=_ATTEMPTS)
+        remote = Retrying(remote, limits, on_retry=self._failing)
         self._store = store
-        self._remote = remote
+        self._remote: ObjectStore = remote
         self._cuts = cuts
         self._heads = heads
         self._packs = packs
@@ -96,7 +103,6 @@ class Publisher:
         self.last_error: str | None = None
         self.last_success_s: float | None = None
         """When the remote last acknowledged a head, seconds since 1970."""
-        tuning = store.settings.tuning
         self._uploader = Uploader(
             contents=store.contents,
             cuts=cuts,
@@ -173,6 +179,10 @@ class Publisher:
         left = max(0, size - (self.counters.raw_bytes - self._raw_bytes_before))
         rate = self.counters.rate_bytes_s
         return Progress(left, files, self.counters.sent_bytes, rate, left / rate if rate > 0 else None, self.last_error)
+
+    def _failing(self, error: RemoteError, wait_s: float) -> None:
+        """A request failed and is repeated; called in its thread."""
+        self.last_error = str(error)
 
     # Running
 
