@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import trio
+import trio.testing
 
 from ckptfs.config import Settings, Tuning
 from ckptfs.errors import IsADirectory
