@@ -31,6 +31,7 @@ _TRAINER = re.compile(rb"checkpoint-\d+").fullmatch
 _DEEPSPEED = re.compile(rb"global_step(\d+)").fullmatch
 _SHARD = re.compile(rb"(.+)-(\d{5,})-of-(\d{5,})\.(safetensors|bin)").fullmatch
 _INDEX = re.compile(rb".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json").fullmatch
+_LOG = re.compile(rb"events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _TELLING = re.compile(
     rb"trainer_state\.json|random_states_.*|.*\.distcp|\.metadata(\.tmp)?|_CHECKPOINT_METADATA|"
     rb".+-\d{5,}-of-\d{5,}\.(safetensors|bin)|.+\.index(\.[\w-]+)?\.json"
@@ -94,6 +95,11 @@ def is_telling(name: bytes) -> bool:
 def is_set_name(name: bytes) -> bool:
     """Whether *name* belongs to a recognised layout, so that its coming or going needs no time to settle."""
     return _SET_NAME(name) is not None
+
+
+def is_log_name(name: bytes) -> bool:
+    """Whether a file of this name is a log from its first byte on: TensorBoard's, or a run of Weights & Biases."""
+    return _LOG(name) is not None
 
 
 def _is_temporary(name: bytes) -> bool:

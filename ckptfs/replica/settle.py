@@ -5,7 +5,7 @@ right there when nothing speaks against it: the state that is cut is the state a
 it, in the order in which it is cheap to find out:
 
 1. A file is open and unfinished. A log (open for `log_after_s`, grown twice, and sealed again with what was sealed
-   before unchanged) does not count.
+   before unchanged; or known by its name) does not count.
 2. A directory with a layout that is not recognised saw a name come, go or change within `settle_s`.
 3. A recognised set among the changed directories is not complete (`sets`).
 4. Only contents or attributes changed, and the last cut is younger than `settle_s`: a program that rewrites a small
@@ -60,6 +60,8 @@ class _OpenFile:
     size: int = 0
     ctime_ns: int = 0
     growths: int = 0
+    named_log: bool = False
+    """Its name says that it is a log."""
     unchanged_seals: int = 0
     """Provisional seals in a row that found what was sealed before unchanged."""
 
@@ -147,6 +149,7 @@ class Settler:
         now = self._changed()
         file = self._open.setdefault(ino, _OpenFile(now, now))
         file.active_at = now
+        file.named_log = any(sets.is_log_name(name) for _, name in self._names.parents(ino))
         self._look_at(ino, file, now)
 
     def grew(self, ino: Inode) -> None:
@@ -241,7 +244,10 @@ class Settler:
         return now
 
     def _directory(self, ino: Inode, now: float) -> _Directory:
-        return self._directories.setdefault(ino, _Directory(now))
+        """The record of a directory, made when new, and moved to the end: the latest is the likeliest to hold back."""
+        directory = self._directories.pop(ino, None) or _Directory(now)
+        self._directories[ino] = directory
+        return directory
 
     def _forget_verdicts(self) -> None:
         for directory in self._directories.values():
@@ -304,12 +310,12 @@ class Settler:
                     given_up.add(ino)
                 else:
                     return _Blocked(now + min(_POLL_S, settings.max_lag_s / 4, settings.log_after_s / 4))
-        for directory in self._directories.values():
+        for directory in reversed(self._directories.values()):
             until = directory.named_at + settings.settle_s
             if now < until and directory.verdict is UNRECOGNISED:
                 return _Blocked(until)
         recognised = False
-        for ino, directory in list(self._directories.items()):
+        for ino, directory in reversed(list(self._directories.items())):
             verdict = self._verdict(ino)
             if ino not in self._directories:  # it was removed
                 continue
@@ -331,6 +337,8 @@ class Settler:
         return not self._is_log(file, now) and bool(self._names.parents(ino))
 
     def _is_log(self, file: _OpenFile, now: float) -> bool:
+        if file.named_log:
+            return True
         return now >= file.since + self._store.settings.log_after_s and file.growths >= 2 and file.unchanged_seals > 0
 
     def _incomplete_sets(self) -> set[Inode]:

@@ -236,6 +236,20 @@ def test_log_holds_nothing_back(tmp_path: Path) -> None:
     settling(tmp_path / "s", test)
 
 
+def test_tensorboard_holds_nothing_back(tmp_path: Path) -> None:
+    """A TensorBoard file that is open from the start delays no checkpoint, not even the first."""
+
+    async def test(here: Watched) -> None:
+        await here.mkdir("checkpoint-1")
+        await here.open("events.out.tfevents.1.host", os.O_WRONLY | os.O_CREAT)
+        await trio.sleep(10)
+        await here.write("checkpoint-1/trainer_state.json", b"{}")
+        assert here.times[-1] == 10.0 and not here.taken[-1][1]
+        assert "events.out.tfevents.1.host" not in here.taken[-1][2]
+
+    settling(tmp_path / "s", test)
+
+
 def test_file_with_changing_beginning_is_no_log(tmp_path: Path) -> None:
     """A file whose sealed beginning is rewritten holds back as long as it changes."""
 

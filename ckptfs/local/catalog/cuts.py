@@ -364,6 +364,11 @@ class Cuts:
             "UPDATE cut_entry SET tree = ?, tree_body = ? WHERE cut = ? AND dir = ? AND name = ?",
             [(*trees[ino], pending.id, directory, name) for directory, name, ino in rows if ino in trees],
         )
+        db.execute(  # files that were published now: their bytes are not needed here any more
+            "UPDATE cut_entry SET image = NULL WHERE cut = ? AND image IS NOT NULL AND manifest IN"
+            " (SELECT manifest FROM cut_entry WHERE cut = ? AND kept = 0 AND manifest IS NOT NULL)",
+            (pending.id, cut),
+        )
 
     def _abandon(self, cut: int) -> Unneeded:
         self._db.execute(
