@@ -44,8 +44,9 @@ _AFTERMATH_S = 3.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests by kind, and bytes of bodies."""
+    """Requests by kind, bytes of bodies, and the time in which they passed."""
 
+    seconds: float
     requests: dict[str, int]
     bytes_up: int
     bytes_down: int
@@ -58,6 +59,7 @@ class CountingProxy(FaultProxy):
         super().__init__(upstream)
         self._listed_lock = threading.Lock()
         self._listed = 0
+        self._taken_at = time.monotonic()
 
     def arrived(self, method: str, target: str) -> None:
         if method == "GET" and "list-type=" in target:
@@ -73,8 +75,12 @@ class CountingProxy(FaultProxy):
         requests = {method: count.requests for method, count in counts.items()}
         requests["GET"] = requests.get("GET", 0) - listed
         requests["LIST"] = listed
+        started, self._taken_at = self._taken_at, time.monotonic()
         return Traffic(
-            requests, sum(each.bytes_up for each in counts.values()), sum(each.bytes_down for each in counts.values())
+            self._taken_at - started,
+            requests,
+            sum(each.bytes_up for each in counts.values()),
+            sum(each.bytes_down for each in counts.values()),
         )
 
 
@@ -103,22 +109,22 @@ def run(work: Path, remote: str, proxy: CountingProxy, arguments: argparse.Names
     def count(label: str, hours: float | None = None) -> None:
         traffic = proxy.take()
         if hours is not None:
-            traffic = Traffic({kind: round(n / hours) for kind, n in traffic.requests.items()}, 0, 0)
+            traffic = Traffic(traffic.seconds, {kind: round(n / hours) for kind, n in traffic.requests.items()}, 0, 0)
         rows.append((label, traffic))
-        console.print(f"   {label}: {sum(traffic.requests.values())} requests")
+        console.print(f"   {label}: {sum(traffic.requests.values())} requests, {traffic.seconds:.1f} s")
 
     checkpoint = HuggingFaceCheckpoint(arguments.size_mib * MIB)
-    shapes: list[tuple[str, Callable[[Path], None]]] = [
-        ("ten files of 100 bytes", lambda directory: small_files(directory, 10, 100)),
-        (f"12 files, {arguments.size_mib} MiB, like Hugging Face's", checkpoint.save),
-        ("the same again, backbone frozen", checkpoint.save),
-        ("1,000 files of 2 KiB", lambda directory: small_files(directory, 1000, 2048)),
+    shapes: list[tuple[str, str, Callable[[Path], None]]] = [
+        ("ten files of 100 bytes", "few", lambda directory: small_files(directory, 10, 100)),
+        (f"12 files, {arguments.size_mib} MiB, like Hugging Face's", "checkpoint-500", checkpoint.save),
+        ("the same again, backbone frozen", "checkpoint-1000", checkpoint.save),
+        ("1,000 files of 2 KiB", "many", lambda directory: small_files(directory, 1000, 2048)),
     ]
     with ckptfs.mounted(work / "mount-1", remote=remote, store=work / "store-1") as directory:
         count("mount, empty bucket")
-        for index, (label, save) in enumerate(shapes):
-            (directory / f"checkpoint-{index}").mkdir()
-            save(directory / f"checkpoint-{index}")
+        for label, name, save in shapes:
+            (directory / name).mkdir()
+            save(directory / name)
             until_safe(directory)
             count(label)
         time.sleep(arguments.idle_minutes * 60)
@@ -134,10 +140,10 @@ def run(work: Path, remote: str, proxy: CountingProxy, arguments: argparse.Names
         for path in directory.rglob("*"):
             path.stat()
         count("there: find and stat of everything")
-        for path in (directory / "checkpoint-1").iterdir():
+        for path in (directory / "checkpoint-500").iterdir():
             path.read_bytes()
         count("there: read the first checkpoint")
-        for path in (directory / "checkpoint-3").iterdir():
+        for path in (directory / "many").iterdir():
             path.read_bytes()
         count("there: read the 1,000 files")
     return rows
@@ -190,12 +196,13 @@ def until_safe(directory: Path) -> None:
 def report(rows: list[tuple[str, Traffic]]) -> None:
     table = Table(title="requests at the remote", title_justify="left")
     table.add_column("")
-    for heading in (*KINDS, "all", "MiB up", "MiB down"):
+    for heading in (*KINDS, "all", "MiB up", "MiB down", "seconds"):
         table.add_column(heading, justify="right")
     for label, traffic in rows:
         requests = [traffic.requests.get(kind, 0) for kind in KINDS]
         sizes = (f"{size / MIB:.2f}" for size in (traffic.bytes_up, traffic.bytes_down))
-        table.add_row(label, *map(str, requests), str(sum(traffic.requests.values())), *sizes)
+        all_requests = str(sum(traffic.requests.values()))
+        table.add_row(label, *map(str, requests), all_requests, *sizes, f"{traffic.seconds:.0f}")
     console.print(table)
 
 
