@@ -135,6 +135,19 @@ class Site:
         """Of the daemon."""
         return int((self.store / "lock").read_text())
 
+    def daemon(self) -> int | None:
+        """The pid of the daemon that has the store, None when there is none."""
+        return next(iter(self._lock_holder()), None)
+
+    def gone(self, timeout_s: float) -> bool:
+        """Wait until the daemon has ended by itself; whether it did within *timeout_s*."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.daemon() is None:
+                return True
+            time.sleep(0.02)
+        return False
+
     def kill(self) -> None:
         """SIGKILL the daemon and wait until it is gone; its mount is dead then."""
         end(self.pid())

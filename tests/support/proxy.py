@@ -131,7 +131,10 @@ class FaultProxy:
             count.bytes_down += down
 
     def arrived(self, method: str, target: str) -> None:
-        """A request began. For subclasses that tell requests of one method apart by their *target*."""
+        """A request began; faults set here concern it. For subclasses that tell requests apart by their *target*."""
+
+    def answered(self, method: str, target: str) -> None:
+        """A request was answered, or its answer withheld."""
 
     def current(self) -> tuple[Faults, threading.Event]:
         """The faults now, and an event that is set when they are replaced."""
@@ -227,14 +230,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._serve()
         except (OSError, http.client.HTTPException):
             self._drop()
+        self.server.proxy.answered(self.command, self.path)
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_OPTIONS = do_GET
 
     def _serve(self) -> None:
         proxy = self.server.proxy
-        faults, changed = proxy.current()
         proxy.count(self.command, requests=1)
         proxy.arrived(self.command, self.path)
+        faults, changed = proxy.current()
         if faults.mode == "black_hole":
             changed.wait()
             return self._drop()
