@@ -2,8 +2,9 @@
 
 A directory that another writer removed or replaced takes with it what that writer knew, and what is older than the
 removal. What is pending here stays, and so do additions that the remover did not know and that are newer: then the
-directory keeps its name, bound anew by our clock; or, where a directory took the name (two machines made the same path
-at once), its entries move into that one.
+directory keeps its name, bound anew just above the removal; or, where a directory took the name (two machines made the
+same path at once), its entries move into that one, a directory among them with a stamp one higher, since it has but
+one place.
 
 Nothing here fetches before the rest of the head is merged: by then a directory that was only moved has its new place.
 Each decision is made anew, in one transaction, after the last await.
@@ -11,12 +12,15 @@ Each decision is made anew, in one transaction, after the last await.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from stat import S_ISDIR
 
+from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.head import decode_head
 from ckptfs.encoding.tree import Entry
-from ckptfs.ids import Clock, FileId, Inode, ObjectId, Stamp
-from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.ids import ROOT_INODE, FileId, Inode, ObjectId, Stamp
+from ckptfs.local.catalog.catalog import SELF, Catalog
+from ckptfs.local.catalog.followed import Followed
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.catalog.sources import BoundRow
 from ckptfs.replica.entries import Contest, Entries, Graft, Pass, entry_weight, winning_stamp
@@ -37,13 +41,13 @@ class _Branch:
 class Conflicts:
     """Settles the jobs of a pass."""
 
-    def __init__(self, catalog: Catalog, clock: Clock, entries: Entries, trees: Trees) -> None:
+    def __init__(self, catalog: Catalog, entries: Entries, trees: Trees) -> None:
         self._catalog = catalog
-        self._clock = clock
         self._entries = entries
         self._names = entries.names
         self._sources = entries.sources
         self._trees = trees
+        self._followed = Followed(catalog)
 
     async def settle(self, p: Pass, job: Contest | Graft) -> None:
         """Finish *job*. Raises RemoteError and FormatError; then it is done again by the next pass."""
@@ -75,7 +79,7 @@ class Conflicts:
         floor = None if entry is None or self._concurrent(p, row, entry) else entry.stamp
         saved = S_ISDIR(local.mode) and self._purge(p, local.ino, floor)
         if saved and (entry is None or entry.file_id is None or not S_ISDIR(entry.mode)):
-            self._entries.restamp(p, job.directory, row)
+            self._entries.restamp(p, job.directory, row, 0 if entry is None else entry_weight(entry))
             return
         if saved and entry is not None:
             taker = self._names.inode_by_file_id(entry.file_id or FileId(b""))
@@ -182,8 +186,8 @@ class Conflicts:
         local = self._names.inode(row.ino)
         own = self._entries.row_weight(p, source, row, local)
         if there is None or there.ino is None:
-            stamp = row.stamp if there is None or row.stamp >= there.stamp else self._clock.tick()
-            self._entries.move_row(p, source, row, target, stamp)
+            stamp = max(row.stamp + S_ISDIR(local.mode), 0 if there is None else there.stamp + 1)
+            self._entries.move_row(p, source, row, target, Stamp(stamp))
             return
         other = self._names.inode(there.ino)
         if S_ISDIR(local.mode) and S_ISDIR(other.mode):
@@ -194,13 +198,13 @@ class Conflicts:
                 self._entries.unlink(p, source, row, local)
                 self._sources.remove_row(source, row.name)
             return
+        their = self._entries.row_weight(p, target, there, other)
         wins = S_ISDIR(local.mode) or (
-            not S_ISDIR(other.mode)
-            and (own, local.file_id) > (self._entries.row_weight(p, target, there, other), other.file_id)
+            not S_ISDIR(other.mode) and (own, local.file_id) > (their, other.file_id)
         )
         if wins:
             self._entries.unlink(p, target, there, other)
-            self._entries.move_row(p, source, row, target, max(row.stamp, there.stamp))
+            self._entries.move_row(p, source, row, target, Stamp(max(row.stamp + 1, their + 1)))
         else:
             self._entries.unlink(p, source, row, local)
             self._sources.remove_row(source, row.name)
@@ -211,7 +215,7 @@ class Conflicts:
         row = self._sources.row(job.directory, job.entry.name)
         if row is None:
             return
-        floor = row.stamp
+        floor = self._floor(row)
         branch = await self._newer(job.entry, floor)
         if not branch.below:
             return
@@ -221,10 +225,20 @@ class Conflicts:
             row = self._sources.row(job.directory, job.entry.name)
             taker = row.ino if row is not None else None
             if taker is None or row is None or not S_ISDIR(self._names.inode(taker).mode):
-                if row is not None and taker is not None:
-                    self._entries.unlink(p, job.directory, row, self._names.inode(taker))
                 taker = self._make(p, job.directory, branch, floor)
             self._plant(p, taker, branch, floor)
+
+    def _floor(self, row: BoundRow) -> Stamp:
+        """What is older in a directory unknown here counts as known to who bound *row*, which won its name.
+
+        A directory of ours, made without knowledge of the other one, hides nothing that no head followed so far has:
+        an hour's work of a machine without a network does not go because somebody made the same path at its end.
+        """
+        ours = row.ino is not None and (row.origin is None or row.origin[0] == SELF)
+        if not ours or not S_ISDIR(self._names.inode(row.ino or ROOT_INODE).mode):
+            return row.stamp
+        known = (decode_head(open_object(body)).stamp for body in self._followed.bodies())
+        return Stamp(min(row.stamp, max(known, default=0)))
 
     async def _newer(self, entry: Entry, floor: Stamp) -> _Branch:
         """What the directory *entry* holds that is newer than *floor*."""
@@ -246,8 +260,15 @@ class Conflicts:
 
     def _make(self, p: Pass, directory: Inode, branch: _Branch, floor: Stamp) -> Inode:
         """The directory of *branch* bound anew, without what stays hidden."""
+        row = self._sources.row(directory, branch.entry.name)
+        above = floor if row is None else max(floor, row.stamp)
+        if row is not None and row.ino is not None:  # a file: what is saved of a directory takes its name
+            local = self._names.inode(row.ino)
+            above = Stamp(max(above, self._entries.row_weight(p, directory, row, local)))
+            self._entries.unlink(p, directory, row, local)
         ino = self._entries.find_or_create(p, branch.entry, empty=True)
-        self._entries.attach(p, directory, branch.entry.name, ino)
+        stamp = Stamp(max(branch.entry.stamp, above + 1))
+        self._entries.attach(p, directory, branch.entry.name, ino, stamp)
         for each in branch.older:
             self._entries.set_tombstone(p, ino, each.name, floor, None)
         return ino
@@ -256,12 +277,15 @@ class Conflicts:
         state = self._sources.tree(directory)
         if state is None or not state.expanded:
             return  # came apart meanwhile: the next head of that writer brings it again
+        directory_id = self._names.inode(directory).file_id
         for each in branch.below:
             if each.whole:
-                self._entries.merge(p, directory, each.entry)
+                moved = S_ISDIR(each.entry.mode) and directory_id != branch.entry.file_id
+                stamp = Stamp(each.entry.stamp + moved)
+                self._entries.merge(p, directory, replace(each.entry, stamp=stamp))
                 continue
             row = self._sources.row(directory, each.entry.name)
             if row is not None and row.ino is not None and S_ISDIR(self._names.inode(row.ino).mode):
                 self._plant(p, row.ino, each, floor)
-            elif row is None or row.ino is None:
+            else:
                 self._plant(p, self._make(p, directory, each, floor), each, floor)

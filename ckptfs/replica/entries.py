@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ckptfs.encoding.manifest import Content, encode_content
 from ckptfs.encoding.tree import Entry
-from ckptfs.ids import Clock, ImageId, Inode, ObjectId, Stamp, WriterId
+from ckptfs.ids import ImageId, Inode, ObjectId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.names import InodeRow, Names
@@ -34,6 +34,10 @@ class MergeListener(Protocol):
 
     def changed(self, parent: Inode | None, name: bytes | None, ino: Inode | None, content: bool) -> None:
         """(parent, name): that name means something else now. (ino): its attributes, and with *content* its bytes."""
+        ...
+
+    def pending(self, directory: Inode, name: bytes) -> None:
+        """Settling a conflict made this name new here: it is to be published, as if somebody had made it."""
         ...
 
     def unnamed(self, ino: Inode) -> None:
@@ -108,6 +112,8 @@ class Pass:
     modified: set[Inode] = field(default_factory=set)
     """Directories that may no longer be what their published tree says."""
     events: list[tuple[Inode | None, bytes | None, Inode | None, bool]] = field(default_factory=list)
+    pending: list[tuple[Inode, bytes]] = field(default_factory=list)
+    """Names that no head has as they are now."""
     unnamed: list[Inode] = field(default_factory=list)
     unneeded: list[ImageId] = field(default_factory=list)
 
@@ -115,11 +121,10 @@ class Pass:
 class Entries:
     """The rules, over one catalog."""
 
-    def __init__(self, catalog: Catalog, clock: Clock, listener: MergeListener) -> None:
+    def __init__(self, catalog: Catalog, listener: MergeListener) -> None:
         self.names = Names(catalog)
         self.sources = Sources(catalog)
         self._contents = Contents(catalog)
-        self._clock = clock
         self._listener = listener
 
     # One entry
@@ -236,16 +241,21 @@ class Entries:
         self.sources.set_row(directory, name, None, stamp, origin)
         p.modified.add(directory)
 
-    def restamp(self, p: Pass, directory: Inode, row: BoundRow) -> None:
-        """Bind *row* anew, by our clock: others must not remove it by what they knew before."""
-        self.sources.set_row(directory, row.name, row.ino, self._clock.tick(), None)
+    def restamp(self, p: Pass, directory: Inode, row: BoundRow, above: int) -> None:
+        """Bind *row* anew, pending, just above the stamp of what it lost to.
+
+        No more than that: a stamp also says that what is older was known, which our clock's present is not true of.
+        """
+        self.sources.set_row(directory, row.name, row.ino, Stamp(max(row.stamp, above + 1)), None)
         p.modified.add(directory)
+        p.pending.append((directory, row.name))
 
     def move_row(self, p: Pass, source: Inode, row: BoundRow, target: Inode, stamp: Stamp) -> None:
         """A live row goes to another directory, pending."""
         assert row.ino is not None
         self.sources.remove_row(source, row.name)
         self.sources.set_row(target, row.name, row.ino, stamp, None)
+        p.pending.append((target, row.name))
         if S_ISDIR(self.names.inode(row.ino).mode):
             self._add_links(source, -1)
             self._add_links(target, 1)
@@ -264,21 +274,25 @@ class Entries:
             self.put_source(p, ino, entry)
         return ino
 
-    def attach(self, p: Pass, directory: Inode, name: bytes, ino: Inode) -> None:
-        """Give a nameless directory a name, pending, by our clock."""
+    def attach(self, p: Pass, directory: Inode, name: bytes, ino: Inode, stamp: Stamp) -> None:
+        """Give a nameless directory a name, pending."""
         self.names.update_inode(ino, nlink=self._count_links(ino))
         self._add_links(directory, 1)
-        self.sources.set_row(directory, name, ino, self._clock.tick(), None)
+        self.sources.set_row(directory, name, ino, stamp, None)
+        p.pending.append((directory, name))
         self._note(p, directory, name)
         p.modified.add(ino)
 
     def deliver(self, p: Pass) -> None:
         """Tell the listener what the last transaction did. Call after its commit."""
         events, p.events = p.events, []
+        pending, p.pending = p.pending, []
         unnamed, p.unnamed = p.unnamed, []
         unneeded, p.unneeded = p.unneeded, []
         for event in events:
             self._listener.changed(*event)
+        for name in pending:
+            self._listener.pending(*name)
         for ino in unnamed:
             self._listener.unnamed(ino)
         for image in unneeded:
@@ -384,7 +398,9 @@ class Entries:
         row = self.sources.row(parent, name)
         assert row is not None
         self.sources.remove_row(parent, name)
-        self.sources.set_row(home, entry.name, child, self._clock.tick(), None)
+        above = max(newest, taken.stamp if taken is not None else 0)
+        self.sources.set_row(home, entry.name, child, Stamp(above + 1), None)
+        p.pending.append((home, entry.name))
         self._add_links(parent, -1)
         self._add_links(home, 1)
         self._note(p, parent, name)

@@ -73,9 +73,9 @@ class Merger:
         self._names = Names(catalog)
         self._sources = Sources(catalog)
         self._followed = Followed(catalog)
-        self._entries = Entries(catalog, clock, listener)
+        self._entries = Entries(catalog, listener)
         self._trees = Trees(Retrying(remote, limits), trio.CapacityLimiter(tuning.fetch_threads))
-        self._conflicts = Conflicts(catalog, clock, self._entries, self._trees)
+        self._conflicts = Conflicts(catalog, self._entries, self._trees)
         self._applying = trio.Lock()
         self._sides: dict[int, Side] = {}
         self._expanding: dict[Inode, trio.Event] = {}
@@ -289,6 +289,8 @@ class Merger:
 
     def _outdate(self, p: Pass) -> None:
         """Directories that changed differ from their published trees, as far as is known before `_compare`."""
+        for directory, _ in p.pending:
+            self._sources.outdate(directory, changed=True)
         modified, p.modified = p.modified, set()
         for directory in modified:
             state = self._sources.tree(directory)
