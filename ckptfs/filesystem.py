@@ -9,6 +9,7 @@ knows, un-sealing), it runs from its checks to its commit without letting others
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -28,6 +29,7 @@ from ckptfs.errors import (
     NotPermitted,
     NotSupported,
     ReadOnly,
+    Stale,
 )
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
@@ -35,6 +37,8 @@ from ckptfs.local.images import Image
 from ckptfs.local.store import Store
 from ckptfs.openfiles import SET_ID_BITS, ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles
 from ckptfs.replica.logs import OpenLog
+
+log = logging.getLogger(__name__)
 
 NAME_MAX = 255
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
@@ -104,6 +108,7 @@ class FileSystem:
         self._tree = tree
         self._read_only = read_only
         self._pins: Counter[Inode] = Counter()
+        self._unpurged: set[Inode] = set()
         self._changed_at = -1e9
         self.files = OpenFiles(store, self._listener, source)
 
@@ -128,7 +133,14 @@ class FileSystem:
         row = self._names.inode(directory)
         if not stat.S_ISDIR(row.mode):
             raise NotDirectory(f"inode {directory} is not a directory")
+        if row.nlink == 0:  # as Linux: a removed directory is not an empty one
+            raise NameMissing(f"directory {directory} was removed")
         return self._names.entries(directory)
+
+    def check_named(self, ino: Inode) -> None:
+        """Raises Stale when another writer removed or replaced *ino*, whose path the kernel has not looked up since."""
+        if self._names.inode(ino).nlink == 0:
+            raise Stale(f"inode {ino} has no name any more")
 
     async def readlink(self, ino: Inode) -> bytes:
         row = self._names.inode(ino)
@@ -378,6 +390,7 @@ class FileSystem:
         if len(name) > NAME_MAX or len(value) > XATTR_MAX or name in XATTR_NAMESPACES:
             raise InvalidArgument(f"{name[:NAME_MAX]!r} with {len(value)} bytes is no attribute that can be kept")
         self._names.inode(ino)
+        self.store.check_room()
         with self.store.catalog.transaction():
             self._names.set_xattr(ino, name, value)
             self._attribute_changed(ino)
@@ -400,6 +413,8 @@ class FileSystem:
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             self._check_writable()
         self._changed_at = time.monotonic() if flags & os.O_ACCMODE else self._changed_at
+        if self.files.get(ino) is None:
+            self.check_named(ino)
         return await self.files.open(ino, flags, privileged=caller.uid == 0)
 
     async def release(self, fh: int) -> None:
@@ -464,6 +479,7 @@ class FileSystem:
         _check_name(name)
         if name in (b".", b"..") or self._names.find(parent, name) is not None:
             raise NameExists(f"{name!r} exists")
+        self.store.check_room()
         return directory
 
     def _check_not_below(self, moved: Inode, new_parent: Inode) -> None:
@@ -536,12 +552,25 @@ class FileSystem:
             return
         if row.nlink > 0:
             return
-        with self.store.catalog.transaction():
-            self._names.remove_inode(ino)
-            if row.manifest is not None:
-                self.store.contents.drop_unneeded_manifests([row.manifest])
-            if row.image is not None:
-                self.release_image(row.image)
+        unneeded: ImageId | None = None
+        try:
+            with self.store.catalog.transaction():
+                self._names.remove_inode(ino)
+                if row.manifest is not None:
+                    self.store.contents.drop_unneeded_manifests([row.manifest])
+                if row.image is not None and not self.store.contents.image_is_needed(row.image):
+                    unneeded = row.image
+                    self.store.contents.drop_image(unneeded)
+        except OSError as error:
+            log.warning("inode %d has no name any more and is removed later: %s", ino, error)
+            self._unpurged.add(ino)
+            return
+        if unneeded is not None:
+            self.store.sync.delete_later(unneeded)
+            self.files.forget_image(unneeded)
+        others, self._unpurged = self._unpurged, set()
+        for other in others:  # there is room again
+            self.purge_if_gone(other)
 
     def release_image(self, image: ImageId) -> None:
         """Drop *image* when no inode and no cut needs it."""
@@ -579,7 +608,19 @@ class FileSystem:
         return file is not None and (file.modified or file.lock.locked())
 
     def content_replaced(self, ino: Inode) -> None:
-        self.files.detach(ino)
+        """Another writer replaced the content of *ino*. Who has it open goes on with the old one.
+
+        As after a rename over it, its names belong to another inode from then on: the kernel has one size and one page
+        cache per inode, in which old and new would mix.
+        """
+        file = self.files.get(ino)
+        if file is None and not self._pins.get(ino):
+            return
+        with self.store.catalog.transaction():
+            self._names.move_names(ino)
+            if file is not None:
+                self._names.update_inode(ino, size=os.fstat(file.image.fd).st_size)
+                file.detached = True
 
     def sparse_images(self) -> list[Image]:
         """Open images that are not whole."""

@@ -26,7 +26,7 @@ from typing import Protocol
 import trio
 
 from ckptfs.encoding.manifest import Content
-from ckptfs.errors import ContentUnavailable
+from ckptfs.errors import ContentUnavailable, Stale
 from ckptfs.ids import ImageId, Inode
 from ckptfs.local.images import Image, copy_data
 from ckptfs.local.store import Store
@@ -90,7 +90,7 @@ class OpenFile:
     new: bool = False
     """Created by the open that is going on: nothing of it was ever closed."""
     detached: bool = False
-    """Its inode has another content by now; see `OpenFiles.detach`."""
+    """Its names belong to another inode, with other content, by now."""
     lock: trio.Lock = field(default_factory=trio.Lock)
 
 
@@ -154,12 +154,6 @@ class OpenFiles:
         if file is not None:
             file.manifest = manifest
         self._written.pop(image, None)
-
-    def detach(self, ino: Inode) -> None:
-        """The content of *ino* was replaced: who has it open goes on with the old one, later opens get the new."""
-        file = self._files.pop(ino, None)
-        if file:
-            file.detached = True
 
     def forget_image(self, image: ImageId) -> None:
         self._written.pop(image, None)
@@ -236,7 +230,10 @@ class OpenFiles:
         return await self._source.read(file.image, file.content, offset, end)
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
-        """All of *data* at *offset*. Raises OSError (ENOSPC, EIO), ContentUnavailable."""
+        """Write *data* at *offset*; returns how much, less than all only where the disk became full.
+
+        Raises OSError (ENOSPC, EIO), ContentUnavailable.
+        """
         handle = self._handles[fh]
         file = handle.file
         if not file.modified or file.manifest is not None:
@@ -244,7 +241,12 @@ class OpenFiles:
         written = 0
         view = memoryview(data)
         while written < len(data):
-            written += os.pwrite(file.image.fd, view[written:], offset + written)
+            try:
+                written += os.pwrite(file.image.fd, view[written:], offset + written)
+            except OSError:
+                if not written:
+                    raise
+                break  # a short write, as of any disk that became full; the next one says why
         self._wrote(file, offset, written)
         if not handle.privileged:
             self.drop_set_id(file.ino)
@@ -294,9 +296,11 @@ class OpenFiles:
 
     async def _acquire(self, ino: Inode) -> OpenFile:
         file = self._files.get(ino)
-        if file:
+        if file and not file.detached:
             return file
         row = self._store.names.inode(ino)
+        if row.manifest is None and row.image is None:
+            raise Stale(f"the content of inode {ino} was replaced by another writer")
         content = None
         if row.manifest is not None and (row.image is None or not self._store.contents.image_is_whole(row.image)):
             if self._source is None:
@@ -430,19 +434,21 @@ class OpenFiles:
     def _finish_writing(self, file: OpenFile) -> None:
         file.modified = file.new = False
         file.lowest_write = None
-        self._store.names.state_changed(file.ino, self._store.clock.tick())
+        try:
+            self._store.names.state_changed(file.ino, self._store.clock.tick())
+        except OSError as error:  # a full disk: it has the stamp of its first write, and is closed all the same
+            log.warning("inode %d was closed without a new stamp: %s", file.ino, error)
         self._listener.closed(file.ino)
         self.on_closed(file.image.id)
 
     def _drop_if_idle(self, file: OpenFile) -> None:
         if file.readers or file.writers or file.lock.locked():
             return
-        if not file.detached:
-            if self._files.get(file.ino) is not file:
-                return
-            if file.modified:
-                self._finish_writing(file)
-            del self._files[file.ino]
+        if self._files.get(file.ino) is not file:
+            return
+        if file.modified:
+            self._finish_writing(file)
+        del self._files[file.ino]
         self._by_image.pop(file.image.id, None)
         if file.image.unrecorded:
             self.on_idle(file.image)

@@ -8,6 +8,7 @@ nothing changed its content except through this kernel.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ckptfs.filesystem import AttributeChange, Attributes, Caller, FileSystem
 from ckptfs.ids import Inode
 
 from .errnos import replies
+
+log = logging.getLogger(__name__)
 
 _LONG_S = 3600.0
 STATE_XATTR = b"user.ckptfs.state"
@@ -64,8 +67,11 @@ class Operations(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for ino, count in inode_list:
-            self._fs.unpin(Inode(ino), count)
             self._content_seen.discard(Inode(ino))
+            try:
+                self._fs.unpin(Inode(ino), count)
+            except Exception:  # nobody waits for an answer, and pyfuse3 would end the mount
+                log.exception("forgetting inode %d failed", ino)
 
     @replies
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
@@ -208,6 +214,7 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
+        self._fs.check_named(Inode(inode))
         fh = self._next_listing
         self._next_listing += 1
         self._listings[fh] = (Inode(inode), None)

@@ -9,6 +9,7 @@ belongs to `catalog` and `images`; whether the disk is fit belongs to `probe`.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import logging
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 LOST_AND_FOUND_S = 24 * 3600.0
 """How long an image without a row is kept: long enough that somebody who misses a file can ask."""
+
+ROOM_BYTES = 256 << 10
+"""Names are refused below this: each costs the catalog a few pages, and removing one does too."""
 
 
 class Store:
@@ -69,6 +73,12 @@ class Store:
             os.close(lock_fd)
             raise
         return store
+
+    def check_room(self) -> None:
+        """Raises OSError (ENOSPC) when the disk is too full for another name: what is left is for deleting."""
+        room = os.statvfs(self.path)
+        if room.f_bavail * room.f_frsize < ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
 
     def save_settings(self, settings: Settings) -> None:
         """Remember *settings* for the next mount."""

@@ -10,6 +10,7 @@ The tables' owners: `names` (inodes, directory entries, xattrs), `contents` (ima
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import sqlite3
@@ -23,6 +24,14 @@ from ckptfs.local.catalog import schema
 
 SELF = 1
 """writer.id of this store."""
+
+_RESERVE_BYTES = 32 << 20
+"""Allocated for the WAL beforehand (or a sixteenth of a small disk's room): on a full disk one must be able to delete.
+Twice what it grows to before it is checkpointed."""
+
+_FALLOC_FL_KEEP_SIZE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Catalog:
@@ -45,6 +54,7 @@ class Catalog:
             raise StoreError(f"{path} is not a usable catalog: {error}") from error
         self._depth = 0
         self._wal = os.open(f"{path}-wal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _reserve(self._wal)
         self.commits = 0
         """Counts commits, so that the sync thread sees whether there is anything new."""
 
@@ -117,3 +127,9 @@ class Catalog:
         finally:
             self.db.close()
             os.close(self._wal)
+
+
+def _reserve(fd: int) -> None:
+    """Allocate blocks behind the end of the WAL; best effort, since a disk may not offer it."""
+    room = os.fstatvfs(fd)
+    _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, 0, min(_RESERVE_BYTES, room.f_bavail * room.f_frsize // 16))
