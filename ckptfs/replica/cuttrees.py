@@ -8,16 +8,16 @@ Who calls: the publishing task on the loop. Trees of large directories and large
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from stat import S_ISDIR, S_ISREG
 
 import trio
 
 from ckptfs.config import Tuning
 from ckptfs.encoding.canonical import object_id
-from ckptfs.encoding.keys import manifest_key, tree_key
+from ckptfs.encoding.keys import tree_key
 from ckptfs.encoding.manifest import Content, Manifest, encode_manifest
 from ckptfs.encoding.tree import Entry, Tree, split_tree
 from ckptfs.ids import ROOT_INODE, FileId, Inode, ObjectId
@@ -28,15 +28,12 @@ from ckptfs.local.catalog.packs import Packs
 Put = Callable[[str, bytes], Awaitable[None]]
 """Stores canonical JSON under a key; returns when it is taken over, not when it is there."""
 
-PutThen = Callable[[str, bytes, Callable[[], None]], Awaitable[None]]
-"""The same; the function is called once it is there."""
-
-Published = Callable[[ObjectId, bytes | None], None]
-
 ReadTree = Callable[[ObjectId, bytes | None], Awaitable[Tree]]
 
-_LARGE = 500
-"""Entries or chunks from which on encoding is left to a thread: about 10 ms."""
+_LARGE = 100
+"""Entries or chunks from which on encoding is left to a thread: about 5 ms."""
+_AT_ONCE = 1000
+"""Entries handled before others may run: about 20 ms."""
 
 
 class PackLost(Exception):
@@ -85,6 +82,7 @@ class CutTrees:
 
     async def manifest(self, file: CutFile, content: Content) -> tuple[ObjectId, bytes]:
         """The digest and canonical JSON of a file's manifest. Raises PackLost when a chunk has no place."""
+        await trio.lowlevel.checkpoint()
         places = self._packs.placed({chunk.id for chunk in content.chunks})
         try:
             manifest = Manifest(content, tuple(places[chunk.id] for chunk in content.chunks))
@@ -96,14 +94,6 @@ class CutTrees:
             body = await trio.to_thread.run_sync(encode_manifest, manifest)
         return object_id(body), body
 
-    async def put_manifest(self, file: CutFile, content: Content, put: PutThen, published: Published) -> None:
-        """Put a file's manifest; *published* is called with its digest, and its JSON where it is to be inlined."""
-        name, body = await self.manifest(file, content)
-        if len(body) <= self._tuning.inline_bytes:
-            published(name, body)
-        else:
-            await put(manifest_key(name), body, partial(published, name, None))
-
     async def build(self, cut: int, put: Put) -> BuiltTrees:
         """Trees of the cut, children first; all its manifests are published.
 
@@ -111,36 +101,42 @@ class CutTrees:
         """
         built = BuiltTrees()
         directories = self._cuts.directories(cut)
-        for ino, entries in self._bottom_up(cut, directories):
-            await trio.lowlevel.checkpoint()
-            directory = directories[ino]
-            before = await self._before(directory, entries)
-            finished: list[Entry] = []
-            for each in entries:
-                entry = self._entry(each, built, before)
-                if entry is not None:
-                    finished.append(entry)
-            tree = Tree(directory.file_id, tuple(finished))
-            built.entries += len(finished)
-            if len(finished) < _LARGE:
-                objects = split_tree(tree, self._tuning.tree_entries)
-            else:
-                objects = await trio.to_thread.run_sync(split_tree, tree, self._tuning.tree_entries)
-            name, body = objects.pop()
-            for part, part_body in objects:
-                await put(tree_key(part), part_body)
-            if len(body) <= self._tuning.inline_bytes:
-                built.trees[ino] = (name, body)
-            else:
-                await put(tree_key(name), body)
-                built.trees[ino] = (name, None)
+        async with aclosing(self._bottom_up(cut, directories)) as bottom_up:
+            async for ino, entries in bottom_up:
+                await self._build_directory(directories[ino], entries, built, put)
         return built
 
-    def _bottom_up(
+    async def _build_directory(
+        self, directory: CutDirectory, entries: list[CutEntry], built: BuiltTrees, put: Put
+    ) -> None:
+        before = await self._before(directory, entries)
+        finished: list[Entry] = []
+        for number, each in enumerate(entries):
+            if number % _AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+            entry = self._entry(each, built, before)
+            if entry is not None:
+                finished.append(entry)
+        tree = Tree(directory.file_id, tuple(finished))
+        built.entries += len(finished)
+        if len(finished) < _LARGE:
+            objects = split_tree(tree, self._tuning.tree_entries)
+        else:
+            objects = await trio.to_thread.run_sync(split_tree, tree, self._tuning.tree_entries)
+        name, body = objects.pop()
+        for part, part_body in objects:
+            await put(tree_key(part), part_body)
+        if len(body) <= self._tuning.inline_bytes:
+            built.trees[directory.ino] = (name, body)
+        else:
+            await put(tree_key(name), body)
+            built.trees[directory.ino] = (name, None)
+
+    async def _bottom_up(
         self, cut: int, directories: dict[Inode, CutDirectory]
-    ) -> Iterator[tuple[Inode, list[CutEntry]]]:
+    ) -> AsyncGenerator[tuple[Inode, list[CutEntry]], None]:
         """(directory, entries), each after all directories in it. Only one path's entries are in memory at once."""
-        path = [(ROOT_INODE, self._cuts.entries(cut, ROOT_INODE))]
+        path = [(ROOT_INODE, await self._entries(cut, ROOT_INODE))]
         remaining = [self._below(path[0][1], directories)]
         while path:
             child = next(remaining[-1], None)
@@ -148,9 +144,18 @@ class CutTrees:
                 remaining.pop()
                 yield path.pop()
             else:
-                entries = self._cuts.entries(cut, child)
+                entries = await self._entries(cut, child)
                 path.append((child, entries))
                 remaining.append(self._below(entries, directories))
+
+    async def _entries(self, cut: int, directory: Inode) -> list[CutEntry]:
+        entries: list[CutEntry] = []
+        while True:
+            await trio.lowlevel.checkpoint()
+            found = self._cuts.entries(cut, directory, entries[-1].name if entries else b"", _AT_ONCE)
+            entries += found
+            if len(found) < _AT_ONCE:
+                return entries
 
     def _below(self, entries: list[CutEntry], directories: dict[Inode, CutDirectory]) -> Iterator[Inode]:
         return (each.ino for each in entries if each.ino is not None and each.entry and each.ino in directories)

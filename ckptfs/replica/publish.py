@@ -15,16 +15,18 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
 from ckptfs.encoding.canonical import object_id, open_object, seal_object
 from ckptfs.encoding.head import Head, decode_head, encode_head, head_key
 from ckptfs.encoding.index import Index, decode_index, encode_index
-from ckptfs.encoding.keys import index_key, pack_key
+from ckptfs.encoding.keys import index_key, manifest_key, pack_key
 from ckptfs.errors import CkptfsError, ObjectExists, ObjectMissing, RemoteError, RemoteUnusable
 from ckptfs.ids import ImageId, Inode, ObjectId
 from ckptfs.local.catalog.cuts import CutRow, Cuts, Subtree, Unneeded
@@ -51,6 +53,8 @@ _ATTEMPTS = 4
 but not an outage, in which everybody waits together."""
 _SEAL_S = 30.0
 """How often a cut that waits for sealing is looked at unasked."""
+_MANIFESTS_AT_ONCE = 100
+"""Inlined manifests recorded by one commit."""
 _REMOTE_SETTING = "remote_store"
 
 
@@ -87,7 +91,9 @@ class Publisher:
         released: Callable[[Unneeded], None] = lambda unneeded: None,
     ) -> None:
         tuning = store.settings.tuning
-        limits = Limits(tuning.retry_first_s, tuning.retry_most_s, attempts=_ATTEMPTS)
+        self._stopped = threading.Event()
+        """Set when `run` ended: requests that it left in their threads are not repeated."""
+        limits = Limits(tuning.retry_first_s, tuning.retry_most_s, attempts=_ATTEMPTS, cancel=self._stopped)
         remote = Retrying(remote, limits, on_retry=self._failing)
         self._store = store
         self._remote: ObjectStore = remote
@@ -188,6 +194,12 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish until cancelled."""
+        try:
+            await self._run()
+        finally:
+            self._stopped.set()
+
+    async def _run(self) -> None:
         while True:
             packs = self.counters.packs
             try:
@@ -286,8 +298,8 @@ class Publisher:
             self._raw_bytes_before = self.counters.raw_bytes
         await self._look_for_packs()
         await self._indexes.learn()
-        pending = sum(self._store.contents.manifest(file.manifest).size for file in files_in_order(self._cuts, cut.id))
-        await self._uploader.upload(files_in_order(self._cuts, cut.id), pending)
+        pending_bytes = self._cuts.unpublished_bytes(cut.id)
+        await self._uploader.upload(files_in_order(self._cuts, cut.id), pending_bytes)
         await self._put_manifests(cut)
         async with self._puts() as puts:
             built = await self._trees.build(cut.id, puts.put)
@@ -322,16 +334,26 @@ class Publisher:
 
     async def _put_manifests(self, cut: CutRow) -> None:
         contents = self._store.contents
+        inlined: list[tuple[int, ObjectId, bytes | None]] = []
+
+        def remember() -> None:
+            with self._store.catalog.transaction():
+                for row in inlined:
+                    contents.set_manifest_published(*row)
+            inlined.clear()
+
         async with self._puts() as puts:
             for file in files_in_order(self._cuts, cut.id):
-                if contents.manifest(file.manifest).digest is not None:
-                    continue
                 content = await self._uploader.content(file.manifest)
-
-                def published(name: ObjectId, body: bytes | None, manifest: int = file.manifest) -> None:
-                    contents.set_manifest_published(manifest, name, body)
-
-                await self._trees.put_manifest(file, content, puts.put, published)
+                name, body = await self._trees.manifest(file, content)
+                if len(body) <= self._store.settings.tuning.inline_bytes:
+                    inlined.append((file.manifest, name, body))
+                else:
+                    published = partial(contents.set_manifest_published, file.manifest, name, None)
+                    await puts.put(manifest_key(name), body, published)
+                if len(inlined) >= _MANIFESTS_AT_ONCE:
+                    remember()
+        remember()
 
     async def _commit_head(self, cut: CutRow, built: BuiltTrees) -> HeadRow | None:
         newest = self._heads.newest()

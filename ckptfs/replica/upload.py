@@ -66,6 +66,8 @@ class Needed:
     manifest: int
     offset: int
     """In the file, and so in its image."""
+    image: ImageId | None = None
+    """The file's image when this was planned."""
 
 
 class PackPlan:
@@ -200,14 +202,16 @@ class Uploader:
         content = await self.content(file.manifest)
         offsets = content.offsets()
         needed = []
+        await trio.lowlevel.checkpoint()
         for start in range(0, len(content.chunks), _LOOK_UP):
-            await trio.lowlevel.checkpoint()
+            if start:
+                await trio.lowlevel.checkpoint()
             chunks = content.chunks[start : start + _LOOK_UP]
             known = self._packs.known({chunk.id for chunk in chunks})
             for chunk, offset in zip(chunks, offsets[start : start + _LOOK_UP], strict=True):
                 if chunk.id not in known and chunk.id not in on_its_way:
                     on_its_way.add(chunk.id)
-                    needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset))
+                    needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset, file.image))
         return needed
 
     async def content(self, manifest: int) -> Content:
@@ -231,10 +235,10 @@ class Uploader:
                 on_its_way.difference_update(chunk.id for chunk in chunks)  # the catalog knows them now
 
     async def _send(self, chunks: list[Needed]) -> None:
-        job = _Job(chunks, self._sources(chunks, elsewhere=False))
+        job = _Job(chunks, {chunk.id: [(chunk.image, chunk.offset)] for chunk in chunks if chunk.image is not None})
         packed = await self._build(job)
         if isinstance(packed, set):  # moved or gone since: look at every place that is known now
-            job.sources |= self._sources([chunk for chunk in chunks if chunk.id in packed], elsewhere=True)
+            job.sources |= self._places([chunk for chunk in chunks if chunk.id in packed])
             packed = await self._build(job)
         if isinstance(packed, set):
             raise DamagedContent({chunk.manifest for chunk in chunks if chunk.id in packed})
@@ -263,18 +267,14 @@ class Uploader:
                 ) from None
             return False
 
-    def _sources(self, chunks: list[Needed], *, elsewhere: bool) -> dict[ChunkId, list[tuple[ImageId, int]]]:
-        """Where on this disk *chunks* may be: in their own file's image, and *elsewhere*."""
-        images = {chunk.manifest: None for chunk in chunks}
-        own = {manifest: self._cuts.image_of(manifest) for manifest in images}
-        sources: dict[ChunkId, list[tuple[ImageId, int]]] = {}
+    def _places(self, chunks: list[Needed]) -> dict[ChunkId, list[tuple[ImageId, int]]]:
+        """Where on this disk *chunks* are: in their file's image as the cut has it now, and in any other."""
+        places: dict[ChunkId, list[tuple[ImageId, int]]] = {}
         for chunk in chunks:
-            image = own[chunk.manifest]
-            places = [(image, chunk.offset)] if image is not None else []
-            if elsewhere or not places:
-                places += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
-            sources[chunk.id] = places
-        return sources
+            own = self._cuts.image_of(chunk.manifest)
+            places[chunk.id] = [(own, chunk.offset)] if own is not None else []
+            places[chunk.id] += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
+        return places
 
 
 def build_pack(
@@ -290,7 +290,7 @@ def build_pack(
     descriptors: OrderedDict[ImageId, int] = OrderedDict()
     try:
         for chunk in chunks:
-            data = _read(chunk, sources[chunk.id], images, descriptors)
+            data = _read(chunk, sources.get(chunk.id, []), images, descriptors)
             if data is None:
                 missing.add(chunk.id)
             elif not missing:

@@ -197,14 +197,24 @@ class Cuts:
             for row in self._db.execute("SELECT dir, file_id, tree, tree_body FROM cut_dir WHERE cut = ?", (cut,))
         }
 
-    def entries(self, cut: int, directory: Inode) -> list[CutEntry]:
-        """What the cut has in *directory*, ordered by name."""
+    def entries(self, cut: int, directory: Inode, after: bytes = b"", limit: int = -1) -> list[CutEntry]:
+        """What the cut has in *directory*, ordered by name; at most *limit* names after *after*."""
         return [
             _entry(row)
             for row in self._db.execute(
-                f"SELECT {_ENTRY} FROM cut_entry WHERE cut = ? AND dir = ? ORDER BY name", (cut, directory)
+                f"SELECT {_ENTRY} FROM cut_entry WHERE cut = ? AND dir = ? AND name > ? ORDER BY name LIMIT ?",
+                (cut, directory, after, limit),
             )
         ]
+
+    def unpublished_bytes(self, cut: int) -> int:
+        """Bytes of the cut's files that are not published, each version once."""
+        row = self._db.execute(
+            "SELECT coalesce(sum(size), 0) FROM manifest WHERE digest IS NULL AND id IN"
+            " (SELECT manifest FROM cut_entry WHERE cut = ?)",
+            (cut,),
+        ).fetchone()
+        return int(row[0])
 
     def files(self, cut: int, directory: Inode) -> list[tuple[bytes, Inode, CutFile | None]]:
         """(name, inode, file) of what matters for uploading in *directory*, by name: unpublished files, directories."""
