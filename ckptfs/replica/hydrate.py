@@ -21,7 +21,7 @@ import trio
 
 from ckptfs.config import MIB, Tuning
 from ckptfs.encoding.manifest import Content
-from ckptfs.errors import ContentUnavailable
+from ckptfs.errors import ContentUnavailable, RemoteError
 from ckptfs.ids import ChunkId, ImageId
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
@@ -111,20 +111,27 @@ class Hydrator:
         Raises ContentUnavailable (remote gone for longer than the read timeout, object missing or damaged), OSError
         when they cannot be written. Cancelling leaves fetches going that others may be waiting for.
         """
+        deadline = trio.current_time() + self._tuning.read_timeout_s
+        cause: Exception | None = None
         while True:
             flights = self._start(image, content, start, end)
             if not flights:
                 return
             for flight in flights:
-                try:
-                    with trio.fail_after(self._tuning.read_timeout_s):
-                        await flight.done.wait()
-                except trio.TooSlowError as error:
-                    raise ContentUnavailable("the remote did not deliver in time") from error
+                with trio.move_on_at(deadline):
+                    await flight.done.wait()
+                late = trio.current_time() >= deadline
+                if not flight.done.is_set():
+                    raise ContentUnavailable(f"the remote did not deliver in time: {cause or 'no answer'}") from cause
+                if flight.error is None:
+                    deadline = trio.current_time() + self._tuning.read_timeout_s
+                    continue
                 if isinstance(flight.error, OSError | ContentUnavailable):
                     raise flight.error
-                if flight.error is not None:
-                    raise ContentUnavailable(f"bytes cannot be had from the remote: {flight.error}") from flight.error
+                cause = flight.error
+                if late or not (isinstance(cause, RemoteError) and cause.temporary):
+                    raise ContentUnavailable(f"bytes cannot be had from the remote: {cause}") from cause
+                break  # a fetch that somebody began earlier ran out of its own time: begin another
 
     async def read(self, image: Image, content: Content, start: int, end: int) -> bytes:
         """The bytes [start, end) of the file, also when they could not be written to the image.
@@ -194,40 +201,42 @@ class Hydrator:
         offsets = content.offsets()
         flights: list[_Flight] = []
         wanted: list[Wanted] = []
+        begun: dict[int, _Flight] = {}
         for index in content.at(start, end):
             chunk, offset = content.chunks[index], offsets[index]
             if present.covers(offset, offset + chunk.length):
                 continue
             flight = self._flights.get((image.id, offset))
             if flight is None:
-                flight = self._flights[image.id, offset] = _Flight([image])
+                flight = self._flights[image.id, offset] = begun[offset] = _Flight([image])
                 wanted.append(Wanted(chunk, offset))
             elif not any(each is image for each in flight.images):
                 flight.images.append(image)
             flights.append(flight)
         if wanted:
             if self._nursery is None:
-                self._end_flights(image.id, wanted, ContentUnavailable("reading from the remote has stopped"))
+                self._end(image.id, begun, ContentUnavailable("reading from the remote has stopped"))
             else:
-                self._nursery.start_soon(self._fetch, image.id, os.dup(image.fd), content, wanted)
+                self._nursery.start_soon(self._fetch, image.id, os.dup(image.fd), content, wanted, begun)
         return flights
 
-    async def _fetch(self, image: ImageId, fd: int, content: Content, wanted: list[Wanted]) -> None:
+    async def _fetch(
+        self, image: ImageId, fd: int, content: Content, wanted: list[Wanted], begun: dict[int, _Flight]
+    ) -> None:
         error: Exception = ContentUnavailable("reading from the remote has stopped")
         try:
-            await self.fetcher.fetch(content, wanted, image, fd, lambda outcome: self._landed(image, outcome))
+            await self.fetcher.fetch(content, wanted, image, fd, lambda outcome: self._landed(image, begun, outcome))
         except Exception as failure:
             log.exception("fetching into image %016x failed", image)
             error = failure
         finally:
             os.close(fd)
-            self._end_flights(image, wanted, error)
+            self._end(image, begun, error)
 
-    def _landed(self, image: ImageId, outcome: Outcome) -> None:
-        flight = self._flights.pop((image, outcome.wanted.offset), None)
-        if flight is None:
-            return
+    def _landed(self, image: ImageId, begun: dict[int, _Flight], outcome: Outcome) -> None:
         chunk, offset = outcome.wanted.chunk, outcome.wanted.offset
+        flight = begun.pop(offset)
+        del self._flights[image, offset]
         flight.error = outcome.error
         if outcome.error is None:
             for index, each in enumerate(flight.images):
@@ -239,12 +248,13 @@ class Hydrator:
             self._keep(chunk.id, outcome.raw)
         flight.done.set()
 
-    def _end_flights(self, image: ImageId, wanted: list[Wanted], error: Exception) -> None:
-        for each in wanted:
-            flight = self._flights.pop((image, each.offset), None)
-            if flight is not None:
-                flight.error = error
-                flight.done.set()
+    def _end(self, image: ImageId, begun: dict[int, _Flight], error: Exception) -> None:
+        """Whatever has not landed by now does not."""
+        for offset, flight in begun.items():
+            del self._flights[image, offset]
+            flight.error = error
+            flight.done.set()
+        begun.clear()
 
     async def _assemble(self, image: Image, content: Content, start: int, end: int) -> bytes:
         """[start, end) from what the image has, what is kept, and fetched chunks that are written nowhere."""

@@ -1,0 +1,395 @@
+"""Hydrating: missing bytes come back, each once, checked, from wherever they are."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from ckptfs.config import Tuning
+from ckptfs.encoding.canonical import object_id, seal_object
+from ckptfs.encoding.codec import encode
+from ckptfs.encoding.keys import manifest_key, pack_key
+from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, encode_manifest
+from ckptfs.encoding.pack import PackBuilder
+from ckptfs.errors import ContentUnavailable
+from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, ChunkId, digest
+from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.packs import Packs
+from ckptfs.local.images import Image, Images
+from ckptfs.replica.hydrate import Hydrator
+from ckptfs.spans import SpanSet
+from tests.support.memory import MemoryStore
+
+PIECE = 1000
+TUNING = Tuning(
+    fetch_threads=3,
+    fetch_bytes=4000,
+    fetch_gap_bytes=100,
+    readahead_bytes=1 << 20,
+    retry_first_s=0.01,
+    retry_most_s=0.02,
+    read_timeout_s=2.0,
+)
+
+
+class Disk:
+    """A store's catalog and images, and a remote with files in packs."""
+
+    def __init__(self, path: Path, tuning: Tuning = TUNING) -> None:
+        self.catalog = Catalog(path / "catalog.db")
+        self.contents = Contents(self.catalog)
+        self.packs = Packs(self.catalog)
+        self.images = Images(path / "images")
+        self.remote = MemoryStore()
+        self.full = False
+        self.open: list[Image] = []
+        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, write=self._write)
+        with self.catalog.transaction() as db:
+            db.execute(
+                "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
+                " VALUES (?, ?, ?, 0, 0, 2, 0, 0, 0, 0)",
+                (ROOT_INODE, ROOT_FILE_ID, 0o40755),
+            )
+
+    def _write(self, fd: int, data: bytes | bytearray, offset: int) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return os.pwrite(fd, data, offset)
+
+    def publish(self, data: bytes, *, holes: tuple[tuple[int, int], ...] = (), chunks_per_pack: int = 1000) -> int:
+        """A file on the remote, known here by its manifest's digest alone; returns the manifest row."""
+        spans = SpanSet([(0, len(data))])
+        for start, end in holes:
+            spans.remove(start, end)
+        pieces = [data[at : min(at + PIECE, end)] for start, end in spans for at in range(start, end, PIECE)]
+        places: list[Placed] = []
+        for first in range(0, len(pieces), chunks_per_pack):
+            builder = PackBuilder()
+            for raw in dict.fromkeys(pieces[first : first + chunks_per_pack]):
+                codec, encoded = encode(raw, None)
+                builder.add(ChunkId(digest(raw)), len(raw), codec, encoded)
+            name, body, packed = builder.finish()
+            self.remote.objects[pack_key(name)] = bytes(body)
+            at = {each.id: each for each in packed}
+            places += [
+                Placed(name, at[c].offset, at[c].length, at[c].codec, at[c].base)
+                for c in (ChunkId(digest(raw)) for raw in pieces[first : first + chunks_per_pack])
+            ]
+        chunks = tuple(Chunk(ChunkId(digest(raw)), len(raw), None) for raw in pieces)
+        body = encode_manifest(Manifest(Content(len(data), holes, chunks), tuple(places)))
+        name = object_id(body)
+        self.remote.objects[manifest_key(name)] = seal_object(body)
+        return self.contents.add_manifest(size=len(data), body=None, digest=name)
+
+    async def sparse(self, manifest: int) -> tuple[Image, Content]:
+        """An image of the file with none of its bytes."""
+        content = await self.hydrator.content(manifest)
+        image = self.images.create()
+        os.ftruncate(image.fd, content.size)
+        image.present = SpanSet(content.holes)
+        self.contents.add_image(image.id, whole=False)
+        self.open.append(image)
+        return image, content
+
+    def gets(self) -> list[tuple[str, int]]:
+        return [(key, length) for key, length in self.remote.gets if key.startswith("packs/")]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.hydrator.run)
+            yield
+            nursery.cancel_scope.cancel()
+
+    def close(self) -> None:
+        for image in self.open:
+            os.close(image.fd)
+        self.catalog.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    disk.close()
+
+
+def run(disk: Disk, test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with trio.fail_after(30):
+            async with disk.running():
+                await test()
+
+    trio.run(main)
+
+
+def noise(length: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+def test_a_part_fetches_only_the_chunks_it_touches(disk: Disk) -> None:
+    """A read of a few bytes asks the remote for the chunks around them, and a second read for nothing."""
+    data = noise(50 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        assert await disk.hydrator.read(image, content, 20_500, 21_500) == data[20_500:21_500]
+        assert len(disk.gets()) == 1 and disk.gets()[0][1] <= 2 * PIECE + 100
+        assert await disk.hydrator.read(image, content, 20_000, 22_000) == data[20_000:22_000]
+        assert len(disk.gets()) == 1
+        assert not image.whole
+
+    run(disk, test)
+
+
+def test_neighbours_share_a_request_and_the_whole_file_comes_back(disk: Disk) -> None:
+    """Many neighbouring chunks are fetched with few range requests; holes are not; then the image is whole."""
+    data = noise(20 * PIECE) + bytes(5000) + noise(10 * PIECE, 2)
+    row = disk.publish(data, holes=((20 * PIECE, 20 * PIECE + 5000),))
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        assert os.pread(image.fd, len(data), 0) == data
+        assert len(disk.gets()) <= 12
+        await disk.hydrator.record(image)
+        assert image.whole and disk.contents.image_is_whole(image.id)
+        assert len(disk.contents.locations_in(image.id)) == 30
+
+    run(disk, test)
+
+
+def test_what_a_manifest_says_of_packs_is_remembered(disk: Disk) -> None:
+    """Fetching another writer's manifest tells where its chunks lie, so that they are not uploaded again."""
+    row = disk.publish(noise(3 * PIECE))
+
+    async def test() -> None:
+        content = await disk.hydrator.content(row)
+        assert disk.packs.known(chunk.id for chunk in content.chunks) == {chunk.id for chunk in content.chunks}
+        assert disk.contents.manifest(row).body is not None
+        assert await disk.hydrator.content(row) is content
+
+    run(disk, test)
+
+
+def test_waiters_share_a_fetch_that_survives_one_of_them(disk: Disk) -> None:
+    """Two readers of one chunk cause one request, and the second gets it although the first was cancelled."""
+    data = noise(2 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        before = len(disk.gets())
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+
+            async def first() -> None:
+                with scope:
+                    await disk.hydrator.ensure(image, content, 0, 100)
+
+            async def second() -> None:
+                assert await disk.hydrator.read(image, content, 50, 150) == data[50:150]
+
+            nursery.start_soon(first)
+            await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
+            nursery.start_soon(second)
+            scope.cancel()
+        assert len(disk.gets()) == before + 1
+
+    run(disk, test)
+
+
+def test_another_image_gives_its_bytes(disk: Disk) -> None:
+    """A chunk that another image of this disk holds is copied from there, and the remote is not asked."""
+    data = noise(4 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        await disk.hydrator.record(image)
+        gets = len(disk.gets())
+        other, content = await disk.sparse(row)
+        assert await disk.hydrator.read(other, content, 0, content.size) == data
+        assert len(disk.gets()) == gets
+
+    run(disk, test)
+
+
+def test_a_damaged_local_copy_is_forgotten(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """A local copy whose bytes changed is not believed: its row goes and the remote is asked."""
+    data = noise(PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        await disk.hydrator.record(image)
+        os.pwrite(image.fd, b"damage", 10)
+        other, content = await disk.sparse(row)
+        assert await disk.hydrator.read(other, content, 0, content.size) == data
+        assert disk.contents.locations(content.chunks[0].id) == []
+
+    with caplog.at_level(logging.ERROR):
+        run(disk, test)
+    assert "is not what was recorded" in caplog.text
+
+
+def test_damage_on_the_remote_costs_the_chunk_alone(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged chunk is an error that names the pack, at once; its neighbours are read."""
+    data = noise(3 * PIECE)
+    row = disk.publish(data)
+    key = next(key for key in disk.remote.objects if key.startswith("packs/"))
+    body = bytearray(disk.remote.objects[key])
+    body[PIECE + 100] ^= 1
+    disk.remote.objects[key] = bytes(body)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.ensure(image, content, 0, content.size)
+        assert await disk.hydrator.read(image, content, 0, PIECE) == data[:PIECE]
+        assert await disk.hydrator.read(image, content, 2 * PIECE, 3 * PIECE) == data[2 * PIECE :]
+        started = trio.current_time()
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.read(image, content, PIECE, PIECE + 1)
+        assert trio.current_time() - started < 1.0
+
+    with caplog.at_level(logging.ERROR):
+        run(disk, test)
+    assert key in caplog.text
+
+
+def test_another_pack_makes_up_for_a_missing_one(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """When the pack that is known for a chunk is gone, the place in the file's own manifest is tried."""
+    data = noise(2 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        with disk.catalog.transaction() as db:
+            db.execute("INSERT INTO pack (id, name, state, head) VALUES (99, ?, 1, 0)", (digest(b"gone"),))
+            db.execute("UPDATE packed SET pack = 99")
+        assert await disk.hydrator.read(image, content, 0, content.size) == data
+
+    with caplog.at_level(logging.ERROR):
+        run(disk, test)
+    assert pack_key(digest(b"gone")) in caplog.text  # type: ignore[arg-type]
+
+
+def test_a_missing_object_is_told_at_once(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """A pack or manifest that is gone is an error without waiting for the read timeout."""
+    row, other = disk.publish(noise(PIECE)), disk.publish(noise(PIECE, 7))
+    for key in [key for key in disk.remote.objects if key.startswith("packs/")]:
+        del disk.remote.objects[key]
+    del disk.remote.objects[manifest_key(disk.contents.manifest(other).digest)]  # type: ignore[arg-type]
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        started = trio.current_time()
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.read(image, content, 0, 1)
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.content(other)
+        assert trio.current_time() - started < 1.0
+
+    with caplog.at_level(logging.ERROR):
+        run(disk, test)
+
+
+def test_an_outage_is_waited_out_up_to_the_timeout(tmp_path: Path) -> None:
+    """While the remote is down a read waits; when it comes back in time the read succeeds, else it fails in time."""
+    disk = Disk(tmp_path, replace(TUNING, read_timeout_s=0.6))
+    data = noise(PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.remote.failing = True
+        started = trio.current_time()
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.read(image, content, 0, PIECE)
+        assert 0.3 < trio.current_time() - started < 5
+        async with trio.open_nursery() as nursery:
+
+            async def heal() -> None:
+                await trio.sleep(0.1)
+                disk.remote.failing = False
+
+            nursery.start_soon(heal)
+            assert await disk.hydrator.read(image, content, 0, PIECE) == data
+
+    run(disk, test)
+    disk.close()
+
+
+def test_a_full_disk_still_serves_reads(disk: Disk) -> None:
+    """When the image cannot be written, `read` gives the bytes anyway and fetches a chunk once for many reads."""
+    data = noise(4 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.full = True
+        with pytest.raises(OSError, match="no space"):
+            await disk.hydrator.ensure(image, content, 0, 1)
+        for start in range(0, 4 * PIECE, 250):
+            assert await disk.hydrator.read(image, content, start, start + 250) == data[start : start + 250]
+        assert image.unrecorded == [] and image.present is not None and not image.present.total
+        disk.full = False
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        await disk.hydrator.record(image)
+        assert image.whole
+
+    run(disk, test)
+
+
+def test_reading_ahead_fetches_before_it_is_asked(disk: Disk) -> None:
+    """A sequential reader finds the next bytes there."""
+    data = noise(30 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.hydrator.read_ahead(image, content, 0)
+        with trio.fail_after(5):
+            while image.present is not None and not image.present.covers(0, content.size):
+                await trio.sleep(0.005)
+        gets = len(disk.gets())
+        assert await disk.hydrator.read(image, content, 0, content.size) == data
+        assert len(disk.gets()) == gets
+
+    run(disk, test)
+
+
+def test_closing_the_image_does_not_misdirect_a_fetch(disk: Disk) -> None:
+    """A fetch that goes on after the image was closed writes to that image, not to what got its descriptor."""
+    data = noise(20 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.hydrator.read_ahead(image, content, 0)
+        disk.open.remove(image)
+        os.close(image.fd)
+        other = disk.images.create()
+        disk.open.append(other)
+        with trio.fail_after(5):
+            while image.present is not None and not image.present.covers(0, content.size):
+                await trio.sleep(0.005)
+        assert os.fstat(other.fd).st_size == 0
+        assert disk.images.path(image.id).read_bytes() == data
+
+    run(disk, test)
