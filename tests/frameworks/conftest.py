@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -43,3 +45,22 @@ def machine(tmp_path: Path, bucket: Bucket) -> Iterator[MakeSite]:
             return stack.enter_context(Site(tmp_path, environment=environment, name=name, tuning=tuning))
 
         yield make
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A mount without a remote."""
+    with Site(tmp_path) as made:
+        made.mount()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """Another process, for loads that go through `network`.
+
+    A page fault on a mapped file waits for the proxy while it holds the interpreter's lock, so that in this process the
+    proxy would never answer.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
