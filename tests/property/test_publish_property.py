@@ -12,8 +12,15 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.codec import decode
+from ckptfs.encoding.head import Head, open_head
+from ckptfs.encoding.keys import manifest_key, pack_key, tree_key
+from ckptfs.encoding.manifest import decode_manifest
+from ckptfs.encoding.tree import Tree, decode_tree, join_parts
 from ckptfs.errors import FileSystemError
-from ckptfs.ids import ROOT_INODE, Inode
+from ckptfs.ids import ROOT_INODE, Inode, ObjectId
+from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.directory import DirectoryStore
 from tests.support.faulty import FaultyStore, unavailable
 from tests.support.publishing import CALLER, Machine, machine, restore, run
@@ -41,6 +48,21 @@ steps = st.lists(
     ),
     min_size=5,
     max_size=40,
+)
+
+
+busy_steps = st.one_of(
+    st.tuples(st.just("mkdir"), paths),
+    st.tuples(st.just("write"), paths, contents),
+    st.tuples(st.just("patch"), paths, st.integers(0, 4000), contents),
+    st.tuples(st.just("open"), paths, st.booleans()),
+    st.tuples(st.just("append"), contents),
+    st.tuples(st.just("close")),
+    st.tuples(st.just("rename"), paths, paths),
+    st.tuples(st.just("unlink"), paths),
+    st.tuples(st.just("cut")),
+    st.tuples(st.just("pause"), st.integers(0, 20)),
+    st.tuples(st.just("kill")),
 )
 
 
@@ -94,6 +116,131 @@ async def local(here: Machine) -> dict[str, bytes | None]:
 
     await visit(ROOT_INODE, "")
     return found
+
+
+def remote_state(remote: ObjectStore, head: Head) -> dict[str, bytes | None]:
+    """What *head* reaches: path -> bytes of a file, None for a directory."""
+    found: dict[str, bytes | None] = {}
+
+    def read_tree(digest: ObjectId, body: bytes | None) -> Tree:
+        def fetch(name: ObjectId) -> bytes:
+            return open_object(remote.get(tree_key(name)), name)
+
+        tree = decode_tree(body if body is not None else fetch(digest))
+        return tree if isinstance(tree, Tree) else join_parts(tree, [decode_tree(fetch(each)) for each in tree.parts])
+
+    def read_file(digest: ObjectId, body: bytes | None) -> bytes:
+        manifest = decode_manifest(body if body is not None else open_object(remote.get(manifest_key(digest)), digest))
+        data = bytearray(manifest.content.size)
+        chunks = manifest.content.chunks
+        for chunk, place, offset in zip(chunks, manifest.places, manifest.content.offsets(), strict=True):
+            encoded = remote.get(pack_key(place.pack), place.offset, place.offset + place.length)
+            data[offset : offset + chunk.length] = decode(place.codec, encoded, chunk.length)
+        return bytes(data)
+
+    def visit(tree: Tree, top: str) -> None:
+        for entry in tree.entries:
+            path = top + entry.name.decode()
+            if entry.tree is not None:
+                found[path] = None
+                visit(read_tree(entry.tree, entry.tree_body), path + "/")
+            elif entry.manifest is not None:
+                found[path] = read_file(entry.manifest, entry.manifest_body)
+                assert len(found[path] or b"") == entry.size
+
+    visit(read_tree(*head.lanes[""]), "")
+    return found
+
+
+class Watched(Machine):
+    """Remembers what the tree was at each cut."""
+
+    states: dict[int, dict[str, bytes | set[bytes] | None]]
+    versions: dict[Inode, set[bytes]]
+
+    def watch(self, states: dict, versions: dict) -> None:
+        self.states, self.versions = states, versions
+        take = self.cuts.take
+
+        def taken(**arguments: object):
+            result = take(**arguments)
+            states[arguments["taken_ns"]] = self.now()
+            return result
+
+        self.cuts.take = taken  # type: ignore[method-assign,assignment]
+
+    def now(self) -> dict[str, bytes | set[bytes] | None]:
+        """The tree; for an unfinished file the whole versions that it ever had."""
+        found: dict[str, bytes | set[bytes] | None] = {}
+
+        def visit(directory: Inode, top: str) -> None:
+            for name, ino in self.store.names.entries(directory):
+                path = top + name.decode()
+                row = self.store.names.inode(ino)
+                if stat.S_ISDIR(row.mode):
+                    found[path] = None
+                    visit(ino, path + "/")
+                elif ino in self.settler._open:
+                    found[path] = set(self.versions.get(ino, ()))
+                else:
+                    data = self.store.images.path(row.image).read_bytes()
+                    self.versions.setdefault(ino, set()).add(data)
+                    found[path] = data
+
+        visit(ROOT_INODE, "")
+        return found
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(busy_steps, min_size=5, max_size=40))
+def test_every_head_is_a_state_that_was(program: list[tuple]) -> None:
+    """Every head ever put, not only the last, has exactly the tree of the moment of its cut; unfinished files aside."""
+    with tempfile.TemporaryDirectory() as folder:
+        remote = FaultyStore(DirectoryStore(str(Path(folder) / "remote")))
+        states: dict[int, dict[str, bytes | set[bytes] | None]] = {}
+        versions: dict[Inode, set[bytes]] = {}
+
+        async def part(steps: list[tuple]) -> None:
+            async with machine(Path(folder) / "store", remote, kind=Watched) as here:
+                assert isinstance(here, Watched)
+                here.watch(states, versions)
+                handles: dict[str, int] = {}
+                for step in steps:
+                    await act(here, step, handles)
+                await here.publish()
+
+        async def act(here: Watched, step: tuple, handles: dict[str, int]) -> None:
+            if step[0] == "open" and step[1] not in handles:
+                try:
+                    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if step[2] else 0)
+                    handles[step[1]] = await here.open(step[1], flags)
+                except FileSystemError:
+                    pass
+            elif step[0] == "append" and handles:
+                await here.append(sorted(handles.items())[0][1], made(step[1]))
+            elif step[0] == "close" and handles:
+                await here.fs.release(handles.pop(sorted(handles)[0]))
+            elif step[0] == "pause":
+                with trio.move_on_after(step[1] / 100):
+                    await here.publisher.drained()
+            else:
+                await perform(here, step)
+
+        kills = [i for i, step in enumerate(program) if step[0] == "kill"]
+        start = 0
+        for end in [*kills, len(program)]:
+            run(partial(part, program[start:end]))
+            start = end + 1
+        for each in remote.list("heads/").objects:
+            head = open_head(remote.get(each.key), each.key)
+            expected = states[head.time_ns]
+            found = remote_state(remote, head)
+            for path, data in expected.items():
+                if isinstance(data, set):
+                    assert found.pop(path, None) in data | {None}
+                else:
+                    assert found.pop(path) == data
+            assert found == {}
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -153,9 +153,11 @@ class Machine:
 
 
 @asynccontextmanager
-async def machine(path: Path, remote: ObjectStore | None, settings: Settings = SETTINGS) -> AsyncIterator[Machine]:
+async def machine(
+    path: Path, remote: ObjectStore | None, settings: Settings = SETTINGS, kind: type[Machine] = Machine
+) -> AsyncIterator[Machine]:
     """A running machine; everything is cancelled and closed at the end, as by a kill."""
-    made = Machine(path, remote, settings)
+    made = kind(path, remote, settings)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(made.run)
