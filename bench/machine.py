@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, the disk, the versions; and the clean caches it began with."""
+"""The machine that figures come from: what it is, what its processes use, clean caches, and an orderly end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 from ckptfs.local.mountinfo import mount_of
@@ -28,6 +30,11 @@ def describe(directory: Path) -> str:
     versions += [f"{name} {found}" for name in packages if (found := _version(name))]
     versions += [said for tool in ("rclone", "s3fs") if (said := _tool_version(tool))]
     return f"{machine}\n{', '.join(versions)}"
+
+
+def clean_up_on_sigterm() -> None:
+    """Let SIGTERM end the program as an exception does, so that every mount and process it began goes too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def available_bytes() -> int:

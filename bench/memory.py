@@ -78,6 +78,7 @@ def main() -> None:
     options.add_argument("--unique-gib", type=float, default=2, help="how much of it is not a repetition")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
     arguments = options.parse_args()
+    machine.clean_up_on_sigterm()
     work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
     console.print(machine.describe(work))
     try:

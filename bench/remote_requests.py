@@ -90,6 +90,7 @@ def main() -> None:
     options.add_argument("--size-mib", type=int, default=100, help="of the checkpoint that looks like Hugging Face's")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
     arguments = options.parse_args()
+    machine.clean_up_on_sigterm()
     work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
     console.print(machine.describe(work))
     try:

@@ -53,6 +53,7 @@ class Visit:
 
 def main() -> None:
     arguments = parse()
+    machine.clean_up_on_sigterm()
     work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
     visits: list[Visit] = []
     console.print(machine.describe(work))
