@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs_mount.requests",),
     ("ckptfs_mount.daemon",),
     ("ckptfs_mount.cli",),
-    ("ckptfs_mount", "ckptfs_mount.__main__", "ckptfs_mount.demo"),
+    ("ckptfs_mount", "ckptfs_mount.__main__"),
 )
 """Bottom first. A layer knows those below it; the parts of one layer do not know each other."""
 
@@ -35,8 +35,8 @@ CONFINED = {
     "boto3": ("ckptfs.remote.s3",),
     "botocore": ("ckptfs.remote.s3",),
     "sqlite3": ("ckptfs.local.catalog.",),
-    "click": ("ckptfs_mount.cli", "ckptfs_mount.demo"),
-    "rich": ("ckptfs_mount.cli", "ckptfs_mount.demo"),
+    "click": ("ckptfs_mount.cli"),
+    "rich": ("ckptfs_mount.cli"),
     "pickle": (),
 }
 """What only these modules may import; a trailing dot means everything below."""
