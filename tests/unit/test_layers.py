@@ -35,8 +35,8 @@ CONFINED = {
     "boto3": ("ckptfs.remote.s3",),
     "botocore": ("ckptfs.remote.s3",),
     "sqlite3": ("ckptfs.local.catalog.",),
-    "click": ("ckptfs_mount.cli"),
-    "rich": ("ckptfs_mount.cli"),
+    "click": ("ckptfs_mount.cli",),
+    "rich": ("ckptfs_mount.cli",),
     "pickle": (),
 }
 """What only these modules may import; a trailing dot means everything below."""
