@@ -77,7 +77,8 @@ class Conflicts:
     def _decide(self, p: Pass, job: Contest, row: BoundRow, local: InodeRow) -> None:
         entry = job.entry
         floor = None if entry is None or self._concurrent(p, row, entry) else entry.stamp
-        saved = S_ISDIR(local.mode) and self._purge(p, local.ino, floor)
+        # A directory in `lost` was moved, not removed: the move lost to what was done here.
+        saved = S_ISDIR(local.mode) and (local.ino in p.lost or self._purge(p, local.ino, floor))
         if saved and (entry is None or entry.file_id is None or not S_ISDIR(entry.mode)):
             self._entries.restamp(p, job.directory, row, 0 if entry is None else entry_weight(entry))
             return
