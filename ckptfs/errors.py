@@ -43,6 +43,10 @@ class NameMissing(FileSystemError):
     """No such name, or an inode that no longer exists."""
 
 
+class Stale(FileSystemError):
+    """An inode that lost its content to another writer; its names mean another inode by now."""
+
+
 class NameExists(FileSystemError):
     """The name is already taken."""
 

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 _ERRNOS: tuple[tuple[type[errors.CkptfsError], int], ...] = (
     (errors.NameMissing, errno.ENOENT),
+    (errors.Stale, errno.ESTALE),  # the kernel looks the path up again
     (errors.NameExists, errno.EEXIST),
     (errors.NotDirectory, errno.ENOTDIR),
     (errors.IsADirectory, errno.EISDIR),

@@ -69,6 +69,8 @@ _CREDENTIAL_ERRORS = (
     boto_errors.ConfigNotFound,
     boto_errors.NoAuthTokenError,
 )
+_TRIED_WITH = 64 << 10
+"""Largest object with which conditional puts are tried: it is sent twice."""
 _PASSING_ERRORS = (
     boto_errors.ConnectionError,
     boto_errors.HTTPClientError,  # timeouts, connection closed, and whatever urllib3 raised
@@ -158,7 +160,7 @@ class S3Store:
         except NotOffered:
             self._without_conditional_put()
             return self._put(key, body)
-        if self._conditional is None:
+        if self._conditional is None and len(body) <= _TRIED_WITH:
             self._try_condition(key, body)
         return verified
 

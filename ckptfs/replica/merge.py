@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import trio
@@ -77,6 +79,9 @@ class Merger:
         self._trees = Trees(Retrying(remote, limits), trio.CapacityLimiter(tuning.fetch_threads))
         self._conflicts = Conflicts(catalog, self._entries, self._trees)
         self._applying = trio.Lock()
+        self._whole = trio.Event()
+        """Set while the tree is not halfway between two heads."""
+        self._whole.set()
         self._sides: dict[int, Side] = {}
         self._expanding: dict[Inode, trio.Event] = {}
 
@@ -95,19 +100,19 @@ class Merger:
             side = self._side(head)
             if side.row == SELF or "" not in head.lanes:
                 return
-            self._clock.see(head.stamp)
-            self._sides[side.row] = side
-            run = _Run()
             digest, tree_body = head.lanes[""]
-            with self._catalog.transaction():
-                self._sources.put(ROOT_INODE, side.row, side.seq, digest, tree_body)
-                state = self._sources.tree(ROOT_INODE)
-                if state is not None and state.dirty == 0 and state.digest == digest:
-                    self._sources.set_merged(ROOT_INODE, side.row, digest)
-            self._pass(run, side)
-            await self._finish(run)
-            with self._catalog.transaction():
-                self._followed.remember(side.row, side.seq, body)
+            await self._read_ahead(side, ROOT_INODE, digest, tree_body)
+            with self._halfway():
+                await self._apply(head, side, body)
+
+    @property
+    def is_halfway(self) -> bool:
+        """Whether the tree has a part of a head and not yet the rest."""
+        return not self._whole.is_set()
+
+    async def whole(self) -> None:
+        """Return when the tree is not halfway between two heads: nobody who looks is to see that."""
+        await self._whole.wait()
 
     @property
     def behind(self) -> bool:
@@ -117,7 +122,8 @@ class Merger:
     async def resume(self) -> None:
         """Merge what earlier passes left. Raises RemoteError and FormatError."""
         async with self._applying:
-            await self._finish(_Run())
+            with self._halfway():
+                await self._finish(_Run())
 
     async def expand(self, directory: Inode) -> None:
         """Make sure that *directory* was merged from all its sources.
@@ -141,6 +147,41 @@ class Merger:
             raise ContentUnavailable(f"what {path} holds cannot be had from the remote now: {error}") from error
 
     # Within
+
+    @contextmanager
+    def _halfway(self) -> Iterator[None]:
+        self._whole = trio.Event()
+        try:
+            yield
+        finally:
+            self._whole.set()
+
+    async def _apply(self, head: Head, side: Side, body: bytes) -> None:
+        self._clock.see(head.stamp)
+        self._sides[side.row] = side
+        run = _Run()
+        digest, tree_body = head.lanes[""]
+        with self._catalog.transaction():
+            self._sources.put(ROOT_INODE, side.row, side.seq, digest, tree_body)
+            state = self._sources.tree(ROOT_INODE)
+            if state is not None and state.dirty == 0 and state.digest == digest:
+                self._sources.set_merged(ROOT_INODE, side.row, digest)
+        self._pass(run, side)
+        await self._finish(run)
+        with self._catalog.transaction():
+            self._followed.remember(side.row, side.seq, body)
+
+    async def _read_ahead(self, side: Side, directory: Inode, digest: ObjectId, body: bytes | None) -> None:
+        """Fetch the trees that merging is going to need, so that it does not wait for the remote halfway."""
+        state, source = self._sources.tree(directory), self._sources.get(directory, side.row)
+        if state is None or not state.expanded or (source is not None and source.digest == digest):
+            return
+        for entry in (await self._trees.read(digest, body)).entries:
+            if entry.file_id is None or entry.tree is None:
+                continue
+            local = self._names.inode_by_file_id(entry.file_id)
+            if local is not None:
+                await self._read_ahead(side, local.ino, ObjectId(entry.tree), entry.tree_body)
 
     def _side(self, head: Head) -> Side:
         row = self._catalog.writer_row(head.writer)
@@ -197,8 +238,7 @@ class Merger:
     async def _settle(self, run: _Run) -> bool:
         for p in list(run.passes.values()):
             if p.jobs:
-                await self._conflicts.settle(p, p.jobs[-1])
-                p.jobs.pop()
+                await self._conflicts.settle(p, p.jobs.pop())
                 self._after(p)
                 return True
         return False

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _CATCH_UP_S = 10.0
 """How long a mount waits for what other writers did before it serves; the rest comes while it serves."""
+_HALFWAY_S = 10.0
+"""How long somebody who looks waits for the rest of a head that is being merged; its trees are here by then."""
 _RECORD_EVERY_S = 2.0
 _SETS_LOOKED_AT = 1000
 
@@ -66,7 +68,7 @@ class Replica:
         self._store = store
         self._remote = remote
         self.files = files
-        self._read_only = read_only
+        self.read_only = read_only
         self._idle_images: list[Image] = []
         self.cuts, heads, self.packs = Cuts(store.catalog), Heads(store.catalog), Packs(store.catalog)
         self._totals = Totals(store.catalog)
@@ -78,6 +80,7 @@ class Replica:
             provisional=self.logs.provisional,
             released=self._released,
             wake=lambda: self.publisher.wake(),
+            merging=lambda: self.merger.is_halfway,
         )
         self.publisher = Publisher(
             store,
@@ -111,7 +114,7 @@ class Replica:
                 await nursery.start(self.hydrator.run)
                 await self.follower.catch_up(_CATCH_UP_S)
                 nursery.start_soon(self._record_fetched)
-                if not self._read_only:
+                if not self.read_only:
                     nursery.start_soon(self.settler.run)
                     nursery.start_soon(self.publisher.run)
                     nursery.start_soon(self.logs.run)
@@ -154,21 +157,25 @@ class Replica:
 
     async def fresh(self, *, waiting: bool) -> None:
         await self.follower.fresh(waiting=waiting)
+        with trio.move_on_after(_HALFWAY_S):
+            await self.merger.whole()
 
     # Waiting and telling
 
     def cut_now(self) -> None:
         """Take a cut of everything that is whole now, and publish it without delay."""
-        if not self._read_only:
+        if not self.read_only and not self.merger.is_halfway:
             self.settler.cut_now()
             self.publisher.retry_now()
 
     async def publish_now(self) -> None:
+        await self.merger.whole()
         await self.publisher.publish_now()
 
     async def drained(self) -> None:
         """Cut at once; returns when every cut is published."""
-        if not self._read_only:
+        if not self.read_only:
+            await self.merger.whole()
             self.settler.cut_now()
             await self.publisher.drained()
 
@@ -287,6 +294,10 @@ class _MergeNews:
         if ino is not None and content:
             self._replica.files().content_replaced(ino)
             self._replica.on_remote_change(ino)
+
+    def pending(self, directory: Inode, name: bytes) -> None:
+        if not self._replica.read_only:
+            self._replica.entry_changed(directory, name)
 
     def unnamed(self, ino: Inode) -> None:
         self._replica.files().purge_if_gone(ino)

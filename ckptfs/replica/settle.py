@@ -47,6 +47,8 @@ _PATIENCE = 5
 complete beside it must not wait for ever."""
 _POLL_S = 1.0
 """How often open files are looked at while they hold a cut back: growth is not reported by the kernel."""
+_MERGING_S = 0.05
+"""When to look again while another writer's head is being merged."""
 _AFTER_FAILURE_S = 5.0
 """When to try again after a cut failed (the disk is full)."""
 
@@ -75,6 +77,10 @@ class _Directory:
     """When a name last came, went or changed that is not part of a recognised layout."""
     verdict: Verdict | None = None
     """None: to be judged anew."""
+    removed_at: float = -math.inf
+    """When a name last went: a set that is being rotated away may look whole for a while."""
+    made_at: float = -math.inf
+    """When it was made, empty."""
 
 
 @dataclass
@@ -103,6 +109,7 @@ class Settler:
         provisional: Callable[[Inode], Provisional | None] = lambda ino: None,
         released: Callable[[Unneeded], None] = lambda unneeded: None,
         wake: Callable[[], None] = lambda: None,
+        merging: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._names = store.names
@@ -111,6 +118,7 @@ class Settler:
         self._provisional = provisional
         self._released = released
         self._wake = wake
+        self._merging = merging
         self._open: dict[Inode, _OpenFile] = {}
         self._directories: dict[Inode, _Directory] = {}
         self._news = False
@@ -135,11 +143,15 @@ class Settler:
         child = self._names.find(parent, name)
         if child is not None and stat.S_ISDIR(self._names.inode(child).mode):
             self._directory(child, now).active_at = now
+            if self._names.is_empty(child):
+                self._directories[child].made_at = now
             self._forget_verdicts()  # what lies below may have moved out of a temporary directory
         elif sets.is_telling(name) and not self._still_misses(parent, directory, child):
             directory.verdict = None
         if name == b"latest":
             self._forget_verdicts()
+        if child is None and not name.endswith(b"tmp"):  # which was renamed
+            directory.removed_at = now
         if not sets.is_set_name(name) and (child is None or self._kind(child) is None):
             directory.named_at = now
         self._evaluate()
@@ -280,15 +292,18 @@ class Settler:
             return
         try:
             now = trio.current_time()
+            if self._merging():  # half of what another writer published must not be published as ours
+                self._look_again(now + _MERGING_S)
+                return
             given_up: set[Inode] = set()
             blocked = self._blocked(now, given_up)
             if blocked is None:
                 incomplete = given_up & self._directories.keys()
-                self._take(now, incomplete=bool(given_up), incomplete_sets=incomplete)
+                self._take(now, incomplete=bool(given_up), incomplete_sets=incomplete, held=self._empty(now))
                 return
             overdue = self._pending_since + _PATIENCE * self._store.settings.max_lag_s
             if now >= overdue:
-                held = self._incomplete_sets() - given_up - {ROOT_INODE}
+                held = (self._incomplete_sets() | self._empty(now)) - given_up - {ROOT_INODE}
                 self._take(now, incomplete=True, held=held, incomplete_sets=given_up & self._directories.keys())
                 return
             self._look_again(min(blocked.until, overdue))
@@ -325,6 +340,8 @@ class Settler:
                     return _Blocked(until)
             elif verdict.complete:
                 recognised = True
+                if now < directory.removed_at + settings.settle_s:
+                    return _Blocked(directory.removed_at + settings.settle_s)
             elif now >= directory.active_at + settings.max_lag_s:
                 given_up.add(ino)
             else:
@@ -343,6 +360,13 @@ class Settler:
 
     def _incomplete_sets(self) -> set[Inode]:
         return {ino for ino in list(self._directories) if not self._verdict(ino).complete}
+
+    def _empty(self, now: float) -> set[Inode]:
+        """New directories that are empty: what is about to be written into them tells what they are."""
+        lately = now - self._store.settings.max_lag_s
+        return {
+            ino for ino, each in self._directories.items() if each.made_at > lately and self._names.is_empty(ino)
+        }
 
     def _kind(self, ino: Inode) -> str | None:
         """The kind of set that *ino* is, None also for anything but a directory that changed."""

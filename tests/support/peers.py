@@ -87,6 +87,8 @@ class Peer:
         if self.names.inode(ino).nlink == 0:
             self.names.remove_inode(ino)
 
+    def pending(self, directory: Inode, name: bytes) -> None: ...
+
     def unneeded(self, image: ImageId) -> None:
         self.freed.append(image)
 
@@ -253,8 +255,8 @@ class Peer:
                     row.name, row.stamp, each.file_id, each.mode, each.uid, each.gid, each.rdev, each.size,
                     each.mtime_ns, each.ctime_ns, each.atime_ns, each.changed, each.target,
                     tuple(self.names.xattrs(row.ino).items()), *manifest, *tree,
-                )  # fmt: skip
-            )
+                )
+            )  # fmt: skip
         *parts, last = split_tree(
             Tree(self.names.inode(directory).file_id, tuple(entries)), self.tuning.tree_entries
         )

@@ -30,6 +30,13 @@ class Followed:
         ).fetchone()
         return row[0] if row else None
 
+    def bodies(self) -> list[bytes]:
+        """Of every other writer, the bytes of its newest followed head."""
+        rows = self._db.execute(
+            "SELECT body, max(seq) FROM head WHERE writer != ? AND acked = 1 GROUP BY writer", (SELF,)
+        )
+        return [row[0] for row in rows]
+
     def own_sequence(self) -> int:
         """The highest own sequence, acknowledged or not; 0 before the first."""
         row = self._db.execute("SELECT max(seq) FROM head WHERE writer = ?", (SELF,)).fetchone()

@@ -68,6 +68,23 @@ class Names:
             raise NameMissing(f"inode {ino} no longer exists")
         return InodeRow(*row)
 
+    def move_names(self, ino: Inode) -> Inode:
+        """Every name of file *ino*, its identity and its state go to a new inode; *ino* is left nameless and empty."""
+        with self._catalog.transaction() as db:
+            row = db.execute("SELECT file_id FROM inode WHERE ino = ?", (ino,)).fetchone()
+            db.execute("UPDATE inode SET file_id = ? WHERE ino = ?", (new_file_id(), ino))
+            cursor = db.execute(
+                "INSERT INTO inode (file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, target,"
+                " image, manifest, changed) SELECT ?, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns,"
+                " target, image, manifest, changed FROM inode WHERE ino = ?",
+                (row[0], ino),
+            )
+            new = Inode(cursor.lastrowid or 0)
+            db.execute("UPDATE dirent SET ino = ? WHERE ino = ?", (new, ino))
+            db.execute("UPDATE xattr SET ino = ? WHERE ino = ?", (new, ino))
+            db.execute("UPDATE inode SET nlink = 0, image = NULL, manifest = NULL WHERE ino = ?", (ino,))
+            return new
+
     def inode_by_file_id(self, file_id: FileId) -> InodeRow | None:
         row = self._db.execute(f"SELECT {_INODE} FROM inode WHERE file_id = ?", (file_id,)).fetchone()
         return InodeRow(*row) if row else None

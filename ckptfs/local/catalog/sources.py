@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptfs.ids import FileId, ImageId, Inode, ObjectId, Stamp
 from ckptfs.local.catalog.catalog import Catalog
-from ckptfs.local.catalog.names import CLEAN
+from ckptfs.local.catalog.names import CHANGED, CLEAN
 
 Origin = tuple[int, int]
 """(writer row, sequence) of the head by which an entry, as it is, was published or learned."""
@@ -194,9 +194,14 @@ class Sources:
         with self._catalog.transaction() as db:
             db.execute("UPDATE inode SET expanded = ? WHERE ino = ?", (int(expanded), directory))
 
-    def outdate(self, directory: Inode) -> None:
-        """*directory* differs from its published tree since a merge, and so do all above it."""
+    def outdate(self, directory: Inode, *, changed: bool = False) -> None:
+        """*directory* differs from its published tree since a merge, and so do all above it.
+
+        With *changed* it holds something that is to be published, as if it had been made here.
+        """
         with self._catalog.transaction() as db:
+            if changed:
+                db.execute("UPDATE inode SET dirty = ? WHERE ino = ?", (CHANGED, directory))
             db.execute(
                 "WITH RECURSIVE above (ino) AS (SELECT ? UNION SELECT parent FROM dirent JOIN above USING (ino))"
                 " UPDATE inode SET dirty = 1 WHERE dirty = 0 AND ino IN (SELECT ino FROM above)",
