@@ -22,6 +22,9 @@ class Tuning:
     """Neighbours below this share a chunk: a third of the chunks for 0.3 % of the dedup."""
     cdc_bytes: int = 64 * KIB
     """Average content-defined chunk in formats we do not parse; 1 MiB lost half of the dedup there."""
+    cdc_chunks: int = 1 << 17
+    """A file, or part of one, that would have more of them is cut into chunks twice, four times ... as long: a manifest
+    of so many takes about 150 MiB to decode and use. Files of up to 8 GiB are cut at `cdc_bytes`."""
     pack_bytes: int = 16 * MIB
     """Encoded bytes per pack: large enough that a PUT's latency is small beside its transfer."""
     pack_bytes_large: int = 64 * MIB

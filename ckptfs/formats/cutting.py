@@ -7,7 +7,8 @@ Two ways:
   What is between such tensors (headers, padding, small tensors) is gathered into pieces of at most `piece_bytes`, cut
   before a small tensor or behind one; a single gap longer than that is cut by content.
 - *By content*, otherwise: FastCDC (Xia et al., "The Design of Fast Content-Defined Chunking for Data Deduplication
-  Based Storage Systems", IEEE TPDS 2020), average `cdc_bytes`, from a quarter to four times that.
+  Based Storage Systems", IEEE TPDS 2020), average `cdc_bytes`, from a quarter to four times that. The average doubles
+  until there are at most about `cdc_chunks`, counted by the file's size: versions of one file are cut alike.
 
 Boundaries are stored nowhere but in manifests, so a change here costs deduplication against older files, never
 correctness.
@@ -93,7 +94,7 @@ class _Gathered:
                 yield Piece(begun, at, None)
                 begun = at
             if mark - begun > most:
-                yield from _by_content(at, mark, tuning, read)
+                yield from _by_content(at, mark, _average(mark - at, tuning), read)
                 begun = mark
             at = mark
         if at > begun:
@@ -107,7 +108,7 @@ class _Opaque:
     end: int
 
     def pieces(self, at: int, end: int, tuning: Tuning, read: Read) -> Iterator[Piece]:
-        return _by_content(at, end, tuning, read)
+        return _by_content(at, end, _average(self.end, tuning), read)
 
 
 def _regions(size: int, tensors: Sequence[Tensor], tuning: Tuning) -> Iterator[_Whole | _Gathered | _Opaque]:
@@ -131,13 +132,20 @@ def _regions(size: int, tensors: Sequence[Tensor], tuning: Tuning) -> Iterator[_
         yield _Gathered(size, (*marks, size))
 
 
-def _by_content(start: int, end: int, tuning: Tuning, read: Read) -> Iterator[Piece]:
+def _average(size: int, tuning: Tuning) -> int:
+    """The average chunk of *size* bytes that are cut by content."""
+    average = max(tuning.cdc_bytes, 256)
+    while size > average * tuning.cdc_chunks:
+        average *= 2
+    return min(average, 4 << 20)  # the range that pyfastcdc takes
+
+
+def _by_content(start: int, end: int, average: int, read: Read) -> Iterator[Piece]:
     """Content-defined pieces of `[start, end)`, in memory of about twice the window."""
-    average = min(max(tuning.cdc_bytes, 256), 4 << 20)  # the range that pyfastcdc takes
     smallest, largest = max(average // 4, 64), max(average * 4, 1024)
     # Level 1 normalisation and the paper's gear table, spelled out: another default would move every boundary.
     cutter = FastCDC(average, min_size=smallest, max_size=largest, normalized_chunking=1, seed=0)
-    window_bytes = 16 * largest
+    window_bytes = max(2 * largest, min(16 * largest, 8 << 20))  # short chunks: fewer calls; long ones: less memory
     window = b""
     at = start  # offset of the window in the file
     while at < end:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from pyfastcdc import FastCDC
@@ -122,6 +124,15 @@ def test_boundaries_are_pinned() -> None:
     data = bytes(50_000) + b"".join(digest(bytes([at % 251, at // 251])) for at in range(3000))
     pieces = cut(len(data), [], [(0, len(data))], Tuning(cdc_bytes=4096), BytesSource(data).read)
     assert [piece.end for piece in pieces][:12] == PINNED
+
+
+def test_chunks_of_a_huge_file_are_longer() -> None:
+    """The average doubles so that a file has about `cdc_chunks` at most; a file within that is cut as ever."""
+    data = random.Random(8).randbytes(1 << 18)
+    for most, average in ((1024, 256), (1023, 512), (512, 512), (100, 4096)):
+        tuning = Tuning(cdc_bytes=256, cdc_chunks=most)
+        expected = cut(len(data), [], [(0, len(data))], Tuning(cdc_bytes=average), BytesSource(data).read)
+        assert cut(len(data), [], [(0, len(data))], tuning, BytesSource(data).read) == expected
 
 
 def test_memory_is_bounded() -> None:
