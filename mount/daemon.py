@@ -42,11 +42,16 @@ from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.admission import admit
 
 from .control import ControlServer
+from .mountpoint import raise_read_ahead
 from .operations import MountOptions, Operations
 from .order import EXIT_PENDING, LOG_NAME, Order, Reporter
 from .requests import Requests
 
 log = logging.getLogger(__name__)
+
+_MAX_TASKS = 512
+"""Requests under way at once; beyond it they wait in the kernel. Many more than the readers that a dead remote can
+keep waiting, so that a stat is answered beside them; a task costs some KiB."""
 
 _LOG_BYTES, _LOG_FILES = 10 << 20, 3  # a week of hourly incidents; never in the way of a checkpoint
 
@@ -170,16 +175,17 @@ class Daemon:
         """Say ready once the kernel has an answer from us."""
         try:
             with trio.fail_after(_FIRST_ANSWER_S):
-                await trio.to_thread.run_sync(os.stat, self._order.mountpoint, abandon_on_cancel=True)
+                status = await trio.to_thread.run_sync(os.stat, self._order.mountpoint, abandon_on_cancel=True)
         except (OSError, trio.TooSlowError) as error:
             raise MountError(f"{self._order.mountpoint} was mounted, but does not answer ({error})") from error
+        raise_read_ahead(status.st_dev)
         log.info("mounted %s, remote %s", self._order.mountpoint, self._settings.remote)
         reporter.ready(self._settings.remote)
         self.announced = True
 
     async def _fuse_loop(self) -> None:
         with self._fuse_scope:
-            await pyfuse3.main(max_tasks=99)  # pyfuse3's own default; beyond it, requests wait in the kernel
+            await pyfuse3.main(max_tasks=_MAX_TASKS)
 
     async def _watch_signals(self, nursery: trio.Nursery, *, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
