@@ -105,7 +105,7 @@ class Conflicts:
             return None
         local = self._names.inode(job.victim)
         if job.entry is None:
-            return (row, local) if row.origin is not None else None
+            return (row, local) if p.side.covers(row.origin) else None
         own = self._entries.row_weight(p, job.directory, row, local)
         won = (entry_weight(job.entry), job.entry.file_id or b"") > (own, local.file_id)
         return (row, local) if won else None

@@ -163,11 +163,10 @@ class Entries:
     def merge_absence(self, p: Pass, directory: Inode, row: BoundRow) -> None:
         """*row* is not in the head's tree.
 
-        Removals leave tombstones, which are dropped once everybody has merged them; then a name is gone without a
-        word. It counts as removed only where this very writer had published it before: a head may leave out what is
-        incomplete, also where its vector covers others' entries in there.
+        Removals leave tombstones, which are dropped once everybody has merged them. After that a name is gone without
+        a word; whoever did not look meanwhile learns it from its absence in a head that knew the name.
         """
-        if row.origin is None or row.origin[0] != p.side.row or row.origin[1] > p.side.seq:
+        if not p.side.covers(row.origin):
             return
         if row.ino is None:
             self.sources.remove_row(directory, row.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import stat
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,9 @@ import trio
 
 from ckptfs.encoding.keys import tree_key
 from ckptfs.errors import ContentUnavailable, NameMissing
-from ckptfs.ids import ROOT_INODE, ImageId
+from ckptfs.ids import ROOT_INODE, ImageId, Inode, WriterId
+from ckptfs.local.catalog.cutcopy import ImageStatus
+from ckptfs.local.catalog.cuts import Cuts
 from ckptfs.remote.directory import DirectoryStore
 from tests.support.memory import MemoryStore
 from tests.support.peers import Peer, content_id
@@ -228,6 +230,63 @@ def test_a_remade_directory_does_not_get_its_old_content_back(world: World) -> N
         assert set(await world.a.view()) == {"out/", "out/new", "other"}
         await world.share()
         assert set(await world.b.view()) == {"out/", "out/new", "other"}
+
+    run(test)
+
+
+def test_a_removal_whose_tombstone_was_dropped_is_learned(world: World) -> None:
+    """A reader that did not look while a tombstone lived learns from a later head that the name is gone, also when the
+    writer from which it had the name is dead."""
+
+    async def test() -> None:
+        await world.a.write("gone", "1")
+        await world.a.write("kept", "1")
+        world.a.publish()
+        reader = world.peer("reader")
+        await reader.follow()
+        await world.b.follow()
+        await world.b.remove("gone")
+        world.b.publish()
+        world.b.catalog.db.execute("DELETE FROM dirent WHERE ino IS NULL")
+        world.b.catalog.db.execute("UPDATE inode SET dirty = 2 WHERE ino = 1")
+        world.b.publish()
+        await reader.write("mine", "2")
+        await reader.follow()
+        assert set(await reader.view()) == {"kept", "mine"}
+
+    run(test)
+
+
+def test_a_cut_that_leaves_others_entries_out_does_not_cover_them(world: World) -> None:
+    """Where a cut shows an earlier state of a directory, its vector does not say that it has what others put there."""
+
+    async def test() -> None:
+        await world.a.mkdir("set")
+        await world.a.write("set/theirs", "1")
+        world.a.publish()
+        await world.b.follow()
+        await world.b.view()
+        await world.b.write("set/mine", "2")
+        await world.b.write("other", "3")
+        cuts = Cuts(world.b.catalog)
+
+        def vector(held: set[Inode]) -> Mapping[WriterId, int]:
+            cuts.take(
+                taken_ns=0,
+                stamp=world.b.clock.tick(),
+                incomplete=False,
+                vector=world.b.followed.newest(),
+                unfinished=(),
+                held=held,
+                status=lambda ino, image: ImageStatus(0, 0, 0),
+                provisional=lambda ino: None,
+            )
+            pending = cuts.pending()
+            assert pending is not None
+            return pending.vector
+
+        assert vector({await world.b.resolve("set")}) == {}
+        assert vector(set()) == {world.a.writer: 1}
 
     run(test)
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.head import decode_head
 from ckptfs.encoding.tree import Entry
 from ckptfs.ids import ROOT_INODE, FileId, ImageId, Inode, ObjectId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
@@ -110,7 +112,8 @@ class Cuts:
 
         Files in *unfinished* appear with their provisional manifest, or as they were published before, or not at all.
         Directories in *held* and all below them stay as they were published before, or away. What was left out keeps
-        its directory dirty. *vector* is what of other writers the tree has merged by now.
+        its directory dirty. *vector* is what of other writers the tree has merged by now; the cut's is lower where
+        something of theirs was left out.
         """
         with self._catalog.transaction() as db:
             pending = self.pending()
@@ -129,7 +132,34 @@ class Cuts:
             kept = copier.outdated | {ino for ino in left if ino not in copier.copied}
             db.executemany("UPDATE inode SET dirty = ? WHERE ino = ?", [(CLEAN, ino) for ino in copier.copied - kept])
             db.executemany("UPDATE inode SET dirty = ? WHERE ino = ?", [(CHANGED, ino) for ino in kept])
+            if kept:
+                honest = self._without_left_out(vector, kept)
+                db.execute("UPDATE cut SET vector = ? WHERE id = ?", (_encode_vector(honest), cut))
             return cut, unneeded
+
+    def _without_left_out(self, vector: Mapping[WriterId, int], kept: Collection[Inode]) -> dict[WriterId, int]:
+        """*vector* without what came from other writers into directories of which the cut shows an earlier state.
+
+        Others take a name that a head's vector covers and its trees lack for removed.
+        """
+        published = self._db.execute(
+            "SELECT body FROM head WHERE writer = ? AND acked = 1 ORDER BY seq DESC LIMIT 1", (SELF,)
+        ).fetchone()
+        before = decode_head(open_object(published[0])).vector if published else {}
+        honest = dict(vector)
+        for (writer,) in self._db.execute(
+            "WITH RECURSIVE below (ino) AS (SELECT value FROM json_each(?) UNION SELECT d.ino FROM dirent d"
+            " JOIN below ON d.parent = below.ino JOIN inode i ON i.ino = d.ino WHERE i.mode & 61440 = 16384)"
+            " SELECT DISTINCT uuid FROM below JOIN dirent d ON d.parent = below.ino"
+            " JOIN writer ON writer.id = d.origin_writer WHERE d.origin_writer != ?",
+            (json.dumps(list(kept)), SELF),
+        ).fetchall():
+            seq = min(honest.get(WriterId(writer), 0), before.get(WriterId(writer), 0))
+            if seq:
+                honest[WriterId(writer)] = seq
+            else:
+                honest.pop(WriterId(writer), None)
+        return honest
 
     def _with_ancestors(self, wanted: Iterable[Inode], held: Collection[Inode]) -> dict[Inode, bool]:
         """Directories to copy (True) and to leave dirty because they are held (False); nameless ones are left out."""
