@@ -178,7 +178,7 @@ def compare(case: Case, mount: Path, plain: Path, *, seal: bool = False) -> None
 
 
 def snapshot(root: Path, *, times: bool = False) -> dict[bytes, Any]:
-    """Everything below *root* by path: kind, mode, owner, links, size, bytes, target, attributes; with *times* those."""
+    """Everything below *root* by path: kind, mode, owner, links, size, bytes, target, attributes, and *times*."""
     found: dict[bytes, Any] = {}
 
     def look(path: bytes) -> None:
@@ -189,7 +189,9 @@ def snapshot(root: Path, *, times: bool = False) -> dict[bytes, Any]:
         if stat.S_ISLNK(status.st_mode):
             entry.append(os.readlink(path))
         else:
-            names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(("user.", "trusted."))]
+            names = [
+                name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(("user.", "trusted."))
+            ]
             entry.append({name: os.getxattr(path, name, follow_symlinks=False) for name in names})
         if times:
             entry.append((status.st_mtime_ns, status.st_ctime_ns))

@@ -255,7 +255,9 @@ def extended_attributes(d: Side) -> None:
         d.attempt("list", lambda path=path: sorted(os.listxattr(path)))
         d.attempt("of nothing", os.setxattr, d.path("nothing"), "user.a", b"1")
     for name in ("link", "fifo"):
-        d.attempt("user of a special file", lambda name=name: os.setxattr(d.path(name), "user.a", b"1", follow_symlinks=False))
+        d.attempt(
+            "user of a special file", lambda name=name: os.setxattr(d.path(name), "user.a", b"1", follow_symlinks=False)
+        )
         d.attempt("list", lambda name=name: os.listxattr(d.path(name), follow_symlinks=False))
     if os.geteuid() == 0:
         d.attempt("trusted", os.setxattr, d.path("file"), "trusted.a", b"secret")

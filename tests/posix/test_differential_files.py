@@ -57,7 +57,13 @@ def open_with_every_combination_of_flags(d: Side) -> None:
 def open_through_links_to_links(d: Side) -> None:
     os.symlink("b", d.path("a"))
     os.symlink("a", d.path("b"))
-    for flags in (os.O_RDONLY, os.O_CREAT | os.O_WRONLY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, os.O_NOFOLLOW, os.O_PATH):
+    for flags in (
+        os.O_RDONLY,
+        os.O_CREAT | os.O_WRONLY,
+        os.O_CREAT | os.O_EXCL | os.O_WRONLY,
+        os.O_NOFOLLOW,
+        os.O_PATH,
+    ):
         d.open("a", flags)
 
 
@@ -89,7 +95,17 @@ def a_descriptor_opened_for_one_thing_refuses_the_other(d: Side) -> None:
 @case
 def write_and_read_anywhere(d: Side) -> None:
     fd = d.open("file", os.O_CREAT | os.O_RDWR)
-    for offset, length in ((0, 10), (5, 10), (100, 1), (99, 3), (4095, 2), (20000, 5000), (8192, 4096), (0, 0), (1 << 20, 3)):
+    for offset, length in (
+        (0, 10),
+        (5, 10),
+        (100, 1),
+        (99, 3),
+        (4095, 2),
+        (20000, 5000),
+        (8192, 4096),
+        (0, 0),
+        (1 << 20, 3),
+    ):
         d.attempt("pwrite", os.pwrite, fd, bytes([length % 251]) * length, offset)
         d.fstat(fd)
         d.attempt("pread", os.pread, fd, 30000, max(0, offset - 10))

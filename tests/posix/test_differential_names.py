@@ -91,7 +91,18 @@ def a_removed_directory_that_is_still_open(d: Side) -> None:
 
 @case
 def names_of_any_bytes(d: Side) -> None:
-    odd = [b"\xff\xfe", b"new\nline", b"\x01\x7f", b" ", b"-rf", b"*", b"\\", "Ünï".encode(), "U\u0308".encode(), b"\xc3"]
+    odd = [
+        b"\xff\xfe",
+        b"new\nline",
+        b"\x01\x7f",
+        b" ",
+        b"-rf",
+        b"*",
+        b"\\",
+        "Ünï".encode(),
+        "U\u0308".encode(),
+        b"\xc3",
+    ]
     odd += [b"a" * 255, b"\xff" * 255, "ä".encode() * 127, b"...", b".hidden"]
     for name in odd:
         d.attempt("create", d.write_file, name, name)
@@ -170,7 +181,13 @@ def rename_of_everything_onto_everything(d: Side) -> None:
     build()
     for flags in (NOREPLACE | EXCHANGE, WHITEOUT | EXCHANGE, 64):
         d.attempt(f"flags {flags}", renameat2, d.path("w/file"), d.path("w/other"), flags)
-    for source, target in ((".", "x"), ("empty", "."), ("empty", "empty/x"), ("full", "full/deeper/x"), ("empty", "full/..")):
+    for source, target in (
+        (".", "x"),
+        ("empty", "."),
+        ("empty", "empty/x"),
+        ("full", "full/deeper/x"),
+        ("empty", "full/.."),
+    ):
         d.attempt(f"{source} {target}", os.rename, d.path(f"w/{source}"), d.path(f"w/{target}"))
     d.attempt("exchange with an ancestor", renameat2, d.path("w/full"), d.path("w/full/deeper"), EXCHANGE)
     for source, target in (("file/", "x"), ("empty/", "x/"), ("file", "y/"), ("link/", "z")):
@@ -238,7 +255,8 @@ def hard_links(d: Side) -> None:
     os.mkfifo(d.path("fifo"))
     d.changed("link", ["file", "."], lambda: os.link(d.path("file"), d.path("hard")))
     for source, target in (
-        ("file", "hard"), ("directory", "x"), ("nothing", "x"), ("file", "directory"), ("file", "nothing/x"), ("file", "link")
+        ("file", "hard"), ("directory", "x"), ("nothing", "x"), ("file", "directory"),
+        ("file", "nothing/x"), ("file", "link"),
     ):  # fmt: skip
         d.attempt(f"link {source} {target}", os.link, d.path(source), d.path(target))
     d.attempt("link of a link", os.link, d.path("link"), d.path("link2"), follow_symlinks=False)
@@ -404,7 +422,7 @@ class _Dirent(ctypes.Structure):
 
 
 def _read_with_positions(path: bytes) -> list[bytes]:
-    """Every name of a directory, read in jumps: telldir at each 500th, then each stretch from its position, last first."""
+    """Every name of a directory, read in jumps: telldir at each 500th, then stretch by stretch, the last one first."""
     _libc.opendir.restype = ctypes.c_void_p
     _libc.readdir.restype = ctypes.POINTER(_Dirent)
     _libc.telldir.restype = ctypes.c_long
@@ -465,7 +483,16 @@ def many_threads_make_the_same_directories(d: Side) -> None:
 def paths_with_dots_and_slashes(d: Side) -> None:
     os.makedirs(d.path("a/b"))
     d.write_file("a/file", b"x")
-    for name in ("a/../a//b/./..//file", "a/b/../../a/file", "./a/", "a/file/", "a/file/.", "a/file/..", "a/gone/..", "a/b/.."):
+    for name in (
+        "a/../a//b/./..//file",
+        "a/b/../../a/file",
+        "./a/",
+        "a/file/",
+        "a/file/.",
+        "a/file/..",
+        "a/gone/..",
+        "a/b/..",
+    ):
         d.stat(name)
     d.see("parent", os.stat(d.path("a/b/..")).st_ino == os.stat(d.path("a")).st_ino)
     d.see("dots", [os.stat(d.path(name)).st_ino == os.stat(d.path("a")).st_ino for name in ("a/.", "a/b/..")])

@@ -14,7 +14,7 @@ import pytest
 from tests.posix.sides import Case, Side
 
 CASES: list[Case] = []
-F_OFD_GETLK, F_OFD_SETLK = 36, 37
+F_OFD_SETLK = 37  # fcntl.h; the fcntl module has no name for it
 
 
 def case(function: Case) -> Case:
@@ -63,11 +63,19 @@ def lock(kind: int, start: int = 0, length: int = 0) -> bytes:
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0)
 
 
+FLAGS = {fcntl.F_WRLCK: fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.F_RDLCK: fcntl.LOCK_SH | fcntl.LOCK_NB}
+
+
+def holder(fd: int) -> tuple[int, ...]:
+    """Kind, start and length of a lock that is in the way."""
+    return struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, lock(fcntl.F_WRLCK)))[:4]
+
+
 LOCKS: list[tuple[str, Callable[[int, int], object]]] = [
-    ("flock", lambda fd, kind: fcntl.flock(fd, (fcntl.LOCK_EX if kind == fcntl.F_WRLCK else fcntl.LOCK_SH) | fcntl.LOCK_NB)),
-    ("POSIX", lambda fd, kind: fcntl.lockf(fd, (fcntl.LOCK_EX if kind == fcntl.F_WRLCK else fcntl.LOCK_SH) | fcntl.LOCK_NB, 10, 5)),
+    ("flock", lambda fd, kind: fcntl.flock(fd, FLAGS[kind])),
+    ("POSIX", lambda fd, kind: fcntl.lockf(fd, FLAGS[kind], 10, 5)),
     ("OFD", lambda fd, kind: fcntl.fcntl(fd, F_OFD_SETLK, lock(kind, 5, 10)) and None),
-]  # fmt: skip
+]
 
 
 @case
@@ -90,7 +98,7 @@ def locks_between_processes(d: Side) -> None:
             if name == "POSIX":
                 elsewhere = fcntl.LOCK_EX | fcntl.LOCK_NB
                 d.attempt("another range", fcntl.lockf, fd, elsewhere, 5, 0)
-                d.attempt("who", lambda: struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, lock(fcntl.F_WRLCK)))[:4])  # noqa: B023
+                d.attempt("who", holder, fd)
             d.close(fd)
             child.say()
             d.see("ended", child.end())

@@ -115,8 +115,9 @@ TOOLS = [cp, cp_reflink, rsync, rsync_in_place, tar, copytree]
 def test_a_copy_onto_the_mount_and_back_is_equal(
     site: Site, original: Path, tmp_path: Path, tool: Callable[[Path, Path], None]
 ) -> None:
-    """Bytes, modes, owners, links, attributes and mtimes are what the tool makes of a plain directory, after each step."""
-    plain, here, there, back = tmp_path / "plain", site.mountpoint / "here", site.mountpoint / "there", tmp_path / "back"
+    """Bytes, modes, owners, links, attributes, mtimes are what the tool makes of a plain directory, at each step."""
+    plain, back = tmp_path / "plain", tmp_path / "back"
+    here, there = site.mountpoint / "here", site.mountpoint / "there"
     tool(original, plain)
     wanted = with_mtimes(plain)
     tool(original, here)
