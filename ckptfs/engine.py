@@ -69,6 +69,7 @@ class Engine:
         self.filesystem.files.on_closed = self.sealer.submit
         if replica:
             self.filesystem.files.on_idle = replica.image_idle
+            self.sealer.on_failed = replica.seal_failed
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Background services until cancelled; then whatever was written is flushed."""

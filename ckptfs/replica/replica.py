@@ -146,6 +146,11 @@ class Replica:
         """A closed file, or one that only a cut has, was sealed."""
         self.settler.sealed(ino)
 
+    def seal_failed(self, image: ImageId) -> None:
+        """*image* cannot be read: what waits for it is published without it."""
+        self.cuts.leave_out(image)
+        self.publisher.wake()
+
     def image_idle(self, image: Image) -> None:
         """Nobody has *image* open any more, but chunks that were fetched into it are not recorded yet."""
         self._idle_images.append(image)
@@ -159,6 +164,11 @@ class Replica:
         await self.follower.fresh(waiting=waiting)
         with trio.move_on_after(_HALFWAY_S):
             await self.merger.whole()
+
+    def unknown(self) -> str | None:
+        """Why nothing is known of what the remote holds; None when something is, or nobody failed to find out."""
+        error = self.follower.last_error
+        return error if error is not None and self.follower.knows_nothing else None
 
     # Waiting and telling
 

@@ -52,6 +52,9 @@ class Sealer:
         self._busy: ImageId | None = None
         self.on_sealed: Callable[[Inode | None, ImageId, int], None] = lambda ino, image, manifest: None
 
+        self.on_failed: Callable[[ImageId], None] = lambda image: None
+        """Called with an image whose bytes the disk did not give: no cut may wait for it."""
+
     def submit(self, image: ImageId) -> None:
         """Seal *image* soon; asking twice is asking once."""
         self._queue[image] = None
@@ -85,6 +88,7 @@ class Sealer:
                     log.debug("image %016x was truncated while it was sealed", image)  # its close submits it again
                 except OSError as error:
                     log.error("image %016x could not be sealed: %s", image, error)
+                    self.on_failed(image)
                 except Exception:
                     log.exception("image %016x could not be sealed", image)  # invariant 9: the mount lives on
                 finally:
