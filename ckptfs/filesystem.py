@@ -19,6 +19,7 @@ from typing import Protocol
 
 from ckptfs.errors import (
     AttributeMissing,
+    ContentUnavailable,
     DirectoryNotEmpty,
     InvalidArgument,
     IsADirectory,
@@ -88,6 +89,7 @@ class TreeSource(Protocol):
 
     async def expand(self, directory: Inode) -> None: ...
     async def fresh(self, *, waiting: bool) -> None: ...
+    def unknown(self) -> str | None: ...
 
 
 class FileSystem:
@@ -135,7 +137,12 @@ class FileSystem:
             raise NotDirectory(f"inode {directory} is not a directory")
         if row.nlink == 0:  # as Linux: a removed directory is not an empty one
             raise NameMissing(f"directory {directory} was removed")
-        return self._names.entries(directory)
+        entries = self._names.entries(directory)
+        if not entries and directory == ROOT_INODE and self._tree is not None:
+            unknown = self._tree.unknown()
+            if unknown is not None:  # empty would read as: nothing was ever saved, start from the beginning
+                raise ContentUnavailable(f"what is on the remote is not known: {unknown}")
+        return entries
 
     def check_named(self, ino: Inode) -> None:
         """Raises Stale when another writer removed or replaced *ino*, whose path the kernel has not looked up since."""

@@ -45,4 +45,4 @@ def _read(remote: ObjectStore) -> RemoteFormat | None:
     try:
         return decode_remote_format(data)
     except FormatError as error:
-        raise RemoteUnusable(f"{remote.url}: {error}", key=FORMAT_KEY) from error
+        raise RemoteUnusable(f"{remote.url}/{FORMAT_KEY}: {error}", key=FORMAT_KEY) from error

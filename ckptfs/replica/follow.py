@@ -82,6 +82,11 @@ class Follower:
         """Seconds since 1970."""
         self.checks = 0
 
+    @property
+    def knows_nothing(self) -> bool:
+        """Whether no head was ever followed or written here."""
+        return not self._followed.newest() and not self._followed.own_sequence()
+
     async def fresh(self, *, waiting: bool) -> None:
         """Somebody looks: check, unless the last check is younger than the lag.
 
@@ -191,10 +196,13 @@ class Follower:
                 head = open_head(data, key)
             except ObjectMissing:
                 return  # replaced by a newer one since it was listed
-            except (RemoteError, FormatError) as error:
-                if isinstance(error, FormatError) and key not in self._refused:
+            except FormatError as error:
+                if key not in self._refused:
                     self._refused.add(key)
-                    log.error("head of writer %s is left out: %s", writer.hex(), error)
+                    log.error("%s is left out: %s", key, error)
+                errors.append(FormatError(f"{key}: {error}"))
+                return
+            except RemoteError as error:
                 errors.append(error)
                 return
             found[writer] = _Found(head, data)

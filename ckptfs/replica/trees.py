@@ -58,9 +58,13 @@ class Trees:
 
     async def _fetch(self, digest: ObjectId) -> bytes:
         self.requests += 1
-        get = partial(self._remote.get, tree_key(digest))
+        key = tree_key(digest)
+        get = partial(self._remote.get, key)
         data = await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)
-        return open_object(data, digest)
+        try:
+            return open_object(data, digest)
+        except FormatError as error:
+            raise FormatError(f"{key}: {error}") from error
 
     def _keep(self, digest: ObjectId, tree: Tree) -> None:
         if len(tree.entries) > _CACHED_ENTRIES // 2 or digest in self._cache:
