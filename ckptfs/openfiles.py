@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
 
-_RANDOM, _SEQUENTIAL = 0, 2
-"""A handle counts as sequential after this many reads that each began where the last ended."""
+_JUMP_BYTES = 1 << 20
+"""A read this far from where the last one ended goes on with it: the kernel reads ahead in several requests at once."""
 
 
 class ChangeListener(Protocol):
@@ -56,7 +56,7 @@ class ByteSource(Protocol):
     async def content(self, manifest_row: int) -> Content: ...
     async def ensure(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def read(self, image: Image, content: Content, start: int, end: int) -> bytes: ...
-    def read_ahead(self, image: Image, content: Content, position: int) -> None: ...
+    def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None: ...
     async def record(self, image: Image) -> None: ...
 
 
@@ -96,13 +96,15 @@ class OpenFile:
 
 @dataclass
 class Handle:
-    """One open(): what it may do, and where its last read ended."""
+    """One open(): what it may do, and what its last reads were."""
 
     file: OpenFile
     flags: int
     privileged: bool
-    next_offset: int = 0
-    sequential_reads: int = 0
+    run_start: int = 0
+    """Where the reads began that went on without a jump ..."""
+    run_end: int = 0
+    """... and where they ended."""
 
     @property
     def writes(self) -> bool:
@@ -221,10 +223,10 @@ class OpenFiles:
         end = min(offset + size, file.content.size)
         if offset >= end:
             return b""
-        handle.sequential_reads = handle.sequential_reads + 1 if offset == handle.next_offset else 0
-        handle.next_offset = end
-        if handle.sequential_reads >= _SEQUENTIAL or (offset == 0 and end == file.content.size):
-            self._source.read_ahead(file.image, file.content, end)
+        if abs(offset - handle.run_end) > _JUMP_BYTES:
+            handle.run_start = handle.run_end = offset
+        handle.run_end = max(handle.run_end, end)
+        self._source.read_ahead(file.image, file.content, handle.run_start, handle.run_end)
         if file.image.present is not None and file.image.present.covers(offset, end):
             return os.pread(file.image.fd, end - offset, offset)
         return await self._source.read(file.image, file.content, offset, end)

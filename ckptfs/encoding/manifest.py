@@ -86,6 +86,15 @@ class Content:
         """The file offset of each chunk. Computed once; not to be changed."""
         return self._offsets
 
+    @cached_property
+    def _tensor_ends(self) -> list[int]:
+        return sorted(tensor.end for tensor in self.tensors)
+
+    def tensor_end(self, offset: int) -> int:
+        """Where the next tensor ends behind *offset*; the end of the file when none does. Computed once."""
+        at = bisect_right(self._tensor_ends, offset)
+        return self._tensor_ends[at] if at < len(self._tensor_ends) else self.size
+
     def at(self, start: int, end: int) -> range:
         """Indexes of the chunks that overlap ``[start, end)``; empty when there are none."""
         if start >= end:

@@ -31,10 +31,10 @@ from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.chunks import ChunkFetcher, Outcome, Wanted
 from ckptfs.replica.manifests import Manifests
+from ckptfs.replica.readahead import window_end
 
 log = logging.getLogger(__name__)
 
-_FIRST_WINDOW = 4 * MIB
 _READ_AHEADS = 8
 """Files read ahead at once."""
 _KEPT_BYTES = 32 * MIB
@@ -48,14 +48,6 @@ class _Flight:
     images: list[Image]
     done: trio.Event = field(default_factory=trio.Event)
     error: Exception | None = None
-
-
-@dataclass
-class _Window:
-    """How far ahead of a sequential reader chunks were asked for."""
-
-    bytes: int = _FIRST_WINDOW
-    end: int = 0
 
 
 class Hydrator:
@@ -85,7 +77,8 @@ class Hydrator:
             self._contents, Packs(catalog), images, self._manifests, retrying, tuning, limiter, write
         )
         self._flights: dict[tuple[ImageId, int], _Flight] = {}
-        self._windows: OrderedDict[ImageId, _Window] = OrderedDict()
+        self._asked: OrderedDict[ImageId, int] = OrderedDict()
+        """How far ahead of a reader chunks were asked for: an offset in the file."""
         self._kept: OrderedDict[ChunkId, bytes | bytearray] = OrderedDict()
         self._kept_bytes = 0
         self._nursery: trio.Nursery | None = None
@@ -145,23 +138,21 @@ class Hydrator:
             return await self._assemble(image, content, start, end)
         return os.pread(image.fd, end - start, start)
 
-    def read_ahead(self, image: Image, content: Content, position: int) -> None:
-        """A sequential reader will come to *position* next: fetch ahead of it in the background.
-
-        The window doubles while the reader goes on, up to the setting.
-        """
-        window = self._windows.get(image.id)
-        if window is None or not window.end - window.bytes <= position <= window.end:
-            window = self._windows[image.id] = _Window(end=position)
-        self._windows.move_to_end(image.id)
-        while len(self._windows) > _READ_AHEADS:
-            self._windows.popitem(last=False)
-        if self._nursery is None or window.end - position > window.bytes // 2 or window.end >= content.size:
+    def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None:
+        """A reader came from *run_start* to *position* without a jump: fetch ahead of it in the background."""
+        asked = self._asked.get(image.id, position)
+        most = self._tuning.readahead_bytes
+        if not position <= asked <= position + most:
+            asked = position
+        end = window_end(content, run_start, position, most)
+        # Not before half of it was used, so that requests are long.
+        if self._nursery is None or asked - position > (end - position) // 2:
             return
-        start = max(window.end, position)
-        window.end = min(position + window.bytes, content.size)
-        window.bytes = min(window.bytes * 2, max(self._tuning.readahead_bytes, 1))
-        self._start(image, content, start, window.end)
+        self._asked[image.id] = end
+        self._asked.move_to_end(image.id)
+        while len(self._asked) > _READ_AHEADS:
+            self._asked.popitem(last=False)
+        self._start(image, content, asked, end)
 
     async def record(self, image: Image) -> None:
         """Flush what was fetched into *image* and record where it lies; the image becomes whole when all is there.
@@ -189,7 +180,7 @@ class Hydrator:
             if not image.unrecorded and image.present.covers(0, size):
                 self._contents.set_image_whole(image.id)
                 image.present = None
-                self._windows.pop(image.id, None)
+                self._asked.pop(image.id, None)
 
     # Within
 

@@ -363,12 +363,12 @@ def test_reading_ahead_fetches_before_it_is_asked(disk: Disk) -> None:
 
     async def test() -> None:
         image, content = await disk.sparse(row)
-        disk.hydrator.read_ahead(image, content, 0)
+        disk.hydrator.read_ahead(image, content, 0, 15 * PIECE)
         with trio.fail_after(5):
-            while image.present is not None and not image.present.covers(0, content.size):
+            while image.present is not None and not image.present.covers(15 * PIECE, content.size):
                 await trio.sleep(0.005)
         gets = len(disk.gets())
-        assert await disk.hydrator.read(image, content, 0, content.size) == data
+        assert await disk.hydrator.read(image, content, 15 * PIECE, content.size) == data[15 * PIECE :]
         assert len(disk.gets()) == gets
 
     run(disk, test)
@@ -381,15 +381,15 @@ def test_closing_the_image_does_not_misdirect_a_fetch(disk: Disk) -> None:
 
     async def test() -> None:
         image, content = await disk.sparse(row)
-        disk.hydrator.read_ahead(image, content, 0)
+        disk.hydrator.read_ahead(image, content, 0, 10 * PIECE)
         disk.open.remove(image)
         os.close(image.fd)
         other = disk.images.create()
         disk.open.append(other)
         with trio.fail_after(5):
-            while image.present is not None and not image.present.covers(0, content.size):
+            while image.present is not None and not image.present.covers(10 * PIECE, content.size):
                 await trio.sleep(0.005)
         assert os.fstat(other.fd).st_size == 0
-        assert disk.images.path(image.id).read_bytes() == data
+        assert disk.images.path(image.id).read_bytes()[10 * PIECE :] == data[10 * PIECE :]
 
     run(disk, test)
