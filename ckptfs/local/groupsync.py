@@ -117,6 +117,7 @@ class GroupSync:
                 self._forget(doomed)
             else:
                 self._doomed = doomed + self._doomed
+                self._unsynced_names |= names
             self.poisoned.update(current.failed)
         finally:
             current.done.set()

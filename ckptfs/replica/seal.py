@@ -1,8 +1,9 @@
 """Sealing: turn the image of a closed file into a manifest. Flush, find boundaries, hash, record.
 
-Who calls: opening code submits an image when its last writer closed it; `run` takes one at a time and does the reading
-and hashing in a worker thread, which touches the image's descriptor and nothing else. A seal is discarded when its
-image was written since it began: the next close submits it again. Cancelling leaves nothing behind.
+Who calls: opening code submits an image when its last writer closed it; `run` takes a large one, or several small ones,
+at a time and does the reading and hashing in a worker thread, which touches the image's descriptor and nothing else. A
+seal is discarded when its image was written since it began: the next close submits it again. Cancelling leaves nothing
+behind.
 
 How a file is cut is `ckptfs.formats`' work; logs, which stay open, are `ckptfs.replica.logs`'.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Protocol
 
 import trio
@@ -28,6 +30,9 @@ from ckptfs.local.store import Store
 from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
+
+_BATCH_IMAGES, _BATCH_BYTES = 64, 16 << 20
+"""Sealed together at most: three flushes of the disk for all instead of for each; none waits long for the rest."""
 
 
 class WriteState(Protocol):
@@ -49,7 +54,7 @@ class Sealer:
         self._writes = writes
         self._queue: dict[ImageId, None] = {}
         self._wanted = trio.Event()
-        self._busy: ImageId | None = None
+        self._busy: list[ImageId] = []
         self.on_sealed: Callable[[Inode | None, ImageId, int], None] = lambda ino, image, manifest: None
 
         self.on_failed: Callable[[ImageId], None] = lambda image: None
@@ -62,11 +67,11 @@ class Sealer:
 
     @property
     def idle(self) -> bool:
-        return not self._queue and self._busy is None
+        return not self._queue and not self._busy
 
     @property
     def backlog(self) -> int:
-        return len(self._queue) + (self._busy is not None)
+        return len(self._queue) + len(self._busy)
 
     async def run(self) -> None:
         """Seal what is submitted, beginning with what an earlier stop left unsealed, until cancelled."""
@@ -77,37 +82,52 @@ class Sealer:
             await self._wanted.wait()
             self._wanted = trio.Event()
             while self._queue:
-                image = next(iter(self._queue))
-                del self._queue[image]
-                self._busy = image
+                self._busy = self._take()
                 try:
-                    await self._seal(image)
-                except FileNotFoundError:
-                    pass  # deleted while it waited
-                except FormatError:
-                    log.debug("image %016x was truncated while it was sealed", image)  # its close submits it again
-                except OSError as error:
-                    log.error("image %016x could not be sealed: %s", image, error)
-                    self.on_failed(image)
+                    await self._seal(self._busy)
                 except Exception:
-                    log.exception("image %016x could not be sealed", image)  # invariant 9: the mount lives on
+                    log.exception("%d images could not be sealed", len(self._busy))  # invariant 9: the mount lives on
                 finally:
-                    self._busy = None
+                    self._busy = []
 
-    async def _seal(self, image: ImageId) -> None:
-        if image in self._store.sync.poisoned or not self._store.contents.needs_seal(image):
-            return
-        generation = self._writes.generation(image)
-        if self._writes.is_being_written(image):
-            return
-        path = self._store.images.path(image)
-        content = await trio.to_thread.run_sync(hash_image, os.fspath(path), self._store.settings.tuning)
-        await self._store.sync.sync(image)  # also flushes the image's name
-        if self._writes.generation(image) != generation or self._writes.is_being_written(image):
-            return
-        if not self._store.contents.needs_seal(image):
-            return
-        self._record(image, content)
+    def _take(self) -> list[ImageId]:
+        """The next images to seal: small ones share the flushes of the disk, a large one is on its own."""
+        taken: list[ImageId] = []
+        room = _BATCH_BYTES
+        for image in list(islice(self._queue, _BATCH_IMAGES)):
+            try:
+                room -= os.stat(self._store.images.path(image)).st_size
+            except FileNotFoundError:
+                pass  # deleted while it waited
+            if taken and room < 0:
+                break
+            taken.append(image)
+            del self._queue[image]
+        return taken
+
+    async def _seal(self, images: list[ImageId]) -> None:
+        generations = {
+            image: self._writes.generation(image)
+            for image in images
+            if image not in self._store.sync.poisoned and self._is_due(image)
+        }
+        paths = {image: os.fspath(self._store.images.path(image)) for image in generations}
+        contents, failed = await trio.to_thread.run_sync(hash_images, paths, self._store.settings.tuning)
+        try:
+            await self._store.sync.sync(*contents)  # also flushes the images' names
+        except OSError as error:
+            poisoned = contents.keys() & self._store.sync.poisoned.keys()
+            log.error("%d images could not be sealed: %s", len(poisoned or contents), error)
+            failed |= poisoned or contents.keys()  # none poisoned: it was the catalog that could not be flushed
+        for image in failed:
+            self.on_failed(image)
+        for image in contents.keys() - failed:
+            if self._writes.generation(image) == generations[image] and self._is_due(image):
+                self._record(image, contents[image])
+                await trio.lowlevel.checkpoint()  # requests come first
+
+    def _is_due(self, image: ImageId) -> bool:
+        return self._store.contents.needs_seal(image) and not self._writes.is_being_written(image)
 
     def _record(self, image: ImageId, content: Content) -> None:
         # Times as they are now: nobody wrote since the hashing began, but utimens may have set them.
@@ -133,6 +153,26 @@ class Sealer:
         if ino is not None:
             self._writes.sealed(image, manifest)
         self.on_sealed(ino, image, manifest)
+
+
+def hash_images(paths: Mapping[ImageId, str], tuning: Tuning) -> tuple[dict[ImageId, Content], set[ImageId]]:
+    """`hash_image` of each, and those that the disk failed to give. Blocking; for a worker thread."""
+    found: dict[ImageId, Content] = {}
+    failed: set[ImageId] = set()
+    for image, path in paths.items():
+        try:
+            found[image] = hash_image(path, tuning)
+        except FileNotFoundError:
+            pass  # deleted while it waited
+        except FormatError:
+            log.debug("image %016x was truncated while it was sealed", image)  # its close submits it again
+        except OSError as error:
+            log.error("image %016x could not be sealed: %s", image, error)
+            failed.add(image)
+        except Exception:
+            log.exception("image %016x could not be sealed", image)
+            failed.add(image)
+    return found, failed
 
 
 def hash_image(path: str, tuning: Tuning) -> Content:
