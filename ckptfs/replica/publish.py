@@ -399,13 +399,16 @@ class Publisher:
         """
         if not new_packs:
             return (before.index, before.index_body) if before is not None else (None, None)
-        packs = {name: self._packs.chunks(name) for name in new_packs}
+        packs = {}
+        for pack in new_packs:
+            packs[pack] = self._packs.chunks(pack)
+            await trio.lowlevel.checkpoint()  # a large upload has thousands of packs: requests come first
         previous = before.index if before is not None else None
         if before is not None and before.index_body is not None:
             inlined = decode_index(before.index_body)
             packs = {**inlined.packs, **packs}
             previous = inlined.previous
-        body = encode_index(Index(packs, previous))
+        body = await trio.to_thread.run_sync(encode_index, Index(packs, previous))
         name = object_id(body)
         if len(body) <= self._store.settings.tuning.inline_bytes:
             return name, body

@@ -91,6 +91,10 @@ class Packs:
             db.execute("DELETE FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?)", (name,))
             db.execute("DELETE FROM pack WHERE name = ?", (name,))
 
+    def any_unverified(self) -> bool:
+        """Whether the bytes of any pack at all were not compared yet."""
+        return self._db.execute("SELECT 1 FROM pack WHERE state = ? LIMIT 1", (ACKNOWLEDGED,)).fetchone() is not None
+
     def unverified_of(self, chunks: Iterable[bytes]) -> list[ObjectId]:
         """Packs with some of *chunks* whose stored bytes were not compared yet."""
         found: dict[ObjectId, None] = {}
