@@ -15,12 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from stat import S_ISDIR
 
-from ckptfs.encoding.canonical import open_object
-from ckptfs.encoding.head import decode_head
 from ckptfs.encoding.tree import Entry
-from ckptfs.ids import ROOT_INODE, FileId, Inode, ObjectId, Stamp
+from ckptfs.ids import FileId, Inode, ObjectId, Stamp
 from ckptfs.local.catalog.catalog import SELF, Catalog
-from ckptfs.local.catalog.followed import Followed
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.catalog.sources import BoundRow
 from ckptfs.replica.entries import Contest, Entries, Graft, Pass, entry_weight, winning_stamp
@@ -47,13 +44,12 @@ class Conflicts:
         self._names = entries.names
         self._sources = entries.sources
         self._trees = trees
-        self._followed = Followed(catalog)
 
     async def settle(self, p: Pass, job: Contest | Graft) -> None:
         """Finish *job*. Raises RemoteError and FormatError; then it is done again by the next pass."""
         if isinstance(job, Graft):
             await self._graft(p, job)
-        elif self._losing(p, job) is not None:
+        else:
             await self._contest(p, job)
 
     # A name here lost
@@ -61,18 +57,27 @@ class Conflicts:
     async def _contest(self, p: Pass, job: Contest) -> None:
         await self._search(p, job)
         losing = self._losing(p, job)
-        if losing is None:
-            return
-        _, local = losing
-        if S_ISDIR(local.mode):
-            await self._open_unknown(p, local.ino)
-        taker = job.entry if job.entry is not None and job.entry.file_id is not None else None
-        if taker is not None and S_ISDIR(taker.mode) and S_ISDIR(local.mode):
-            await self._prepare(p, taker)
+        if losing is not None and S_ISDIR(losing[1].mode):
+            await self._open_unknown(p, losing[1].ino)
+            taker = job.entry if job.entry is not None and job.entry.file_id is not None else None
+            if taker is not None and S_ISDIR(taker.mode):
+                await self._prepare(p, taker)
         with self._catalog.transaction():
             losing = self._losing(p, job)
             if losing is not None:
                 self._decide(p, job, *losing)
+            else:
+                self._again(p, job)
+
+    def _again(self, p: Pass, job: Contest) -> None:
+        """The victim was moved, or somebody changed the name: what the head says of it is merged as if it came now."""
+        row = self._sources.row(job.directory, job.name)
+        if self._sources.tree(job.directory) is None:
+            return
+        if job.entry is not None:
+            self._entries.merge(p, job.directory, job.entry)
+        elif row is not None:
+            self._entries.merge_absence(p, job.directory, row)
 
     def _decide(self, p: Pass, job: Contest, row: BoundRow, local: InodeRow) -> None:
         entry = job.entry
@@ -216,7 +221,7 @@ class Conflicts:
         row = self._sources.row(job.directory, job.entry.name)
         if row is None:
             return
-        floor = self._floor(row)
+        floor = self._floor(job.entry, row)
         branch = await self._newer(job.entry, floor)
         if not branch.below:
             return
@@ -229,17 +234,15 @@ class Conflicts:
                 taker = self._make(p, job.directory, branch, floor)
             self._plant(p, taker, branch, floor)
 
-    def _floor(self, row: BoundRow) -> Stamp:
-        """What is older in a directory unknown here counts as known to who bound *row*, which won its name.
+    def _floor(self, entry: Entry, row: BoundRow) -> Stamp:
+        """What is older than this in the directory *entry* was known to whoever gave its name to *row*.
 
-        A directory of ours, made without knowledge of the other one, hides nothing that no head followed so far has:
-        an hour's work of a machine without a network does not go because somebody made the same path at its end.
+        Where that was done here, it is known what was known, and nothing is hidden of a directory that never was
+        here: an hour's work of a machine without a network does not go because somebody made the same path at its end.
         """
-        ours = row.ino is not None and (row.origin is None or row.origin[0] == SELF)
-        if not ours or not S_ISDIR(self._names.inode(row.ino or ROOT_INODE).mode):
-            return row.stamp
-        known = (decode_head(open_object(body)).stamp for body in self._followed.bodies())
-        return Stamp(min(row.stamp, max(known, default=0)))
+        ours = row.origin is None or row.origin[0] == SELF
+        known = entry.file_id is not None and self._sources.was_here(entry.file_id)
+        return Stamp(0) if ours and not known else row.stamp
 
     async def _newer(self, entry: Entry, floor: Stamp) -> _Branch:
         """What the directory *entry* holds that is newer than *floor*."""

@@ -20,13 +20,16 @@ from typing import Protocol
 
 from ckptfs.encoding.manifest import Content, encode_content
 from ckptfs.encoding.tree import Entry
-from ckptfs.ids import ImageId, Inode, ObjectId, Stamp, WriterId
+from ckptfs.ids import ImageId, Inode, ObjectId, Stamp, WriterId, stamp_time_s
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.names import InodeRow, Names
 from ckptfs.local.catalog.sources import BoundRow, Origin, Sources
 
 log = logging.getLogger(__name__)
+
+SETTLED_S = 600.0
+"""Conflicts of names older than this have long been merged by everybody who took part."""
 
 
 class MergeListener(Protocol):
@@ -60,6 +63,8 @@ class Side:
     writer: WriterId
     row: int
     seq: int
+    stamp: Stamp
+    """When the head was taken."""
     known: Mapping[int, int]
     """Writer row -> highest sequence that this head had merged, its own included."""
 
@@ -164,9 +169,12 @@ class Entries:
         """*row* is not in the head's tree.
 
         Removals leave tombstones, which are dropped once everybody has merged them. After that a name is gone without
-        a word; whoever did not look meanwhile learns it from its absence in a head that knew the name.
+        a word: from the trees of the writer that published it, and from those of others that knew it. Others are
+        believed only where the name is older than any conflict that may still be going on.
         """
-        if not p.side.covers(row.origin):
+        own = row.origin is not None and row.origin[0] == p.side.row
+        old = stamp_time_s(p.side.stamp) - stamp_time_s(row.stamp) > SETTLED_S
+        if not p.side.covers(row.origin) or not (own or old):
             return
         if row.ino is None:
             self.sources.remove_row(directory, row.name)

@@ -253,8 +253,13 @@ class Follower:
         return sorted(heads, key=lambda each: sum(_covers(each.head, other.head) for other in heads))
 
     def _is_needed(self, head: Head, found: dict[WriterId, _Found]) -> bool:
-        """Whether *head* is to be merged: a head that another one covers and whose writer was never followed is not."""
-        if head.writer in self._followed.newest():
+        """Whether *head* is to be merged.
+
+        One that another covers is not, unless its writer was followed before, or it was made without knowing what this
+        store published: then what to save of ours can be told from itself alone.
+        """
+        own = self._followed.own_sequence()
+        if head.writer in self._followed.newest() or head.vector.get(self._writer(), 0) < own:
             return True
         return not any(_covers(other.head, head) for other in found.values())
 

@@ -27,7 +27,7 @@ from ckptfs.encoding.canonical import open_object
 from ckptfs.encoding.head import Head, decode_head
 from ckptfs.encoding.tree import Tree
 from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
-from ckptfs.ids import ROOT_INODE, Clock, Inode, ObjectId, WriterId
+from ckptfs.ids import ROOT_INODE, Clock, Inode, ObjectId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
 from ckptfs.local.catalog.followed import Followed
 from ckptfs.local.catalog.names import CHANGED, Names
@@ -187,7 +187,7 @@ class Merger:
         row = self._catalog.writer_row(head.writer)
         known = {self._catalog.writer_row(writer): seq for writer, seq in head.vector.items()}
         known[row] = head.seq
-        return Side(head.writer, row, head.seq, known)
+        return Side(head.writer, row, head.seq, head.stamp, known)
 
     def _side_of(self, source: SourceRow) -> Side:
         """The newest head of a source's writer; its tree for a directory is the source's, however old that is."""
@@ -198,7 +198,7 @@ class Merger:
                 side = self._side(decode_head(open_object(body)))
             else:
                 writer: WriterId = self._catalog.writer_id(source.writer)
-                return Side(writer, source.writer, source.seq, {source.writer: source.seq})
+                return Side(writer, source.writer, source.seq, Stamp(0), {source.writer: source.seq})
             self._sides[source.writer] = side
         return side
 

@@ -105,6 +105,49 @@ def test_all_converge_and_no_pending_edit_is_lost(steps: list[tuple[int, tuple[s
         trio.run(converge, steps, folder)
 
 
+async def keep_everything(steps: list[tuple[int, tuple[str, ...]]], folder: str) -> None:
+    peers = make_peers(folder, 3)
+    try:
+        written: set[str] = set()
+        for number, (who, operation) in enumerate(steps):
+            kind, *paths = operation
+            if kind == "write":
+                operation = ("write", f"{paths[0]}/file-{number}")
+            if kind == "rename" and not (await peers[who].view()).keys() & {paths[0] + "/"}:
+                continue
+            if await act(peers[who], operation, number) and kind == "write":
+                written.add(content_id(f"content {number}"))
+        await settle(peers)
+        views = [await peer.view() for peer in peers]
+        assert views[0] == views[1] == views[2]
+        assert {content for path, content in views[0].items() if not path.endswith("/")} == written
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.one_of(
+                st.tuples(st.just("write"), PATHS),
+                st.tuples(st.just("mkdir"), PATHS),
+                st.tuples(st.just("rename"), PATHS, PATHS),
+                st.tuples(st.just("publish")),
+                st.tuples(st.just("follow")),
+            ),
+        ),
+        max_size=30,
+    )
+)
+def test_without_removals_nothing_is_lost(steps: list[tuple[int, tuple[str, ...]]]) -> None:
+    """While directories are made and moved about by everybody at once, no file in them is lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        trio.run(keep_everything, steps, folder)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(

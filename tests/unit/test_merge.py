@@ -27,9 +27,12 @@ class World:
         self.path = path
         self.remote = MemoryStore()
         self.peers: list[Peer] = []
-        ticks = itertools.count(1)
-        self.now_ms: Callable[[], int] = lambda: next(ticks)
+        self.now = 0
         self.a, self.b = self.peer("a"), self.peer("b")
+
+    def now_ms(self) -> int:
+        self.now += 1
+        return self.now
 
     def peer(self, name: str) -> Peer:
         peer = Peer(self.path / f"{name}.db", self.remote, now_ms=self.now_ms)
@@ -247,6 +250,7 @@ def test_a_removal_whose_tombstone_was_dropped_is_learned(world: World) -> None:
         await world.b.follow()
         await world.b.remove("gone")
         world.b.publish()
+        world.now += 3_600_000
         world.b.catalog.db.execute("DELETE FROM dirent WHERE ino IS NULL")
         world.b.catalog.db.execute("UPDATE inode SET dirty = 2 WHERE ino = 1")
         world.b.publish()

@@ -171,6 +171,10 @@ class Names:
     def remove_inode(self, ino: Inode) -> None:
         """Forget a nameless inode, its attributes, and (for a directory) its tombstones."""
         with self._catalog.transaction() as db:
+            db.execute(
+                "INSERT OR IGNORE INTO removed_dir SELECT file_id FROM inode WHERE ino = ? AND mode & 61440 = 16384",
+                (ino,),
+            )
             db.execute("DELETE FROM inode WHERE ino = ?", (ino,))
             db.execute("DELETE FROM xattr WHERE ino = ?", (ino,))
             db.execute("DELETE FROM dirent WHERE parent = ?", (ino,))

@@ -155,6 +155,10 @@ CREATE TABLE source (
     merged INTEGER NOT NULL,                 -- 0: still to be merged into the directory
     PRIMARY KEY (dir, writer)
 ) WITHOUT ROWID;
+
+-- Directories that were here and are gone: when another writer still shows one under a name that was taken since, it is
+-- known and not new. 16 bytes each.
+CREATE TABLE removed_dir (file_id BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 
 

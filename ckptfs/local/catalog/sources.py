@@ -123,6 +123,15 @@ class Sources:
             db.execute("DELETE FROM source WHERE dir = ?", (directory,))
             db.execute("DELETE FROM dirent WHERE parent = ?", (directory,))
 
+    def was_here(self, directory: FileId) -> bool:
+        """Whether this store ever had the directory."""
+        row = self._db.execute(
+            "SELECT EXISTS (SELECT 1 FROM inode WHERE file_id = ?1) OR EXISTS (SELECT 1 FROM removed_dir WHERE"
+            " file_id = ?1)",
+            (directory,),
+        ).fetchone()
+        return bool(row[0])
+
     # Rows of dirent
 
     def row(self, directory: Inode, name: bytes) -> BoundRow | None:
