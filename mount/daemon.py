@@ -267,9 +267,10 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         return f"everything is in the store {summary['store']}, and only there: there is no remote"
     if not summary["pending"]["files"] and not summary["pending"]["bytes"]:
         return f"everything is on {summary['remote']}"
+    files = summary["pending"]["files"]
     error = f" (last error: {summary['last_error']})" if summary["last_error"] else ""
     return (
-        f"{summary['pending']['files']} files, {summary['pending']['bytes']} bytes are only in the store "
+        f"{files} {'file' if files == 1 else 'files'}, {summary['pending']['bytes']} bytes are only in the store "
         f"{summary['store']}; the next mount goes on with them{error}"
     )
 
