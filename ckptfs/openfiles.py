@@ -30,14 +30,11 @@ from ckptfs.errors import ContentUnavailable, Stale
 from ckptfs.ids import ImageId, Inode
 from ckptfs.local.images import Image, copy_data
 from ckptfs.local.store import Store
-from ckptfs.spans import SpanSet
+from ckptfs.spans import Runs, SpanSet
 
 log = logging.getLogger(__name__)
 
 SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
-
-_JUMP_BYTES = 1 << 20
-"""A read this far from where the last one ended goes on with it: the kernel reads ahead in several requests at once."""
 
 
 class ChangeListener(Protocol):
@@ -101,10 +98,7 @@ class Handle:
     file: OpenFile
     flags: int
     privileged: bool
-    run_start: int = 0
-    """Where the reads began that went on without a jump ..."""
-    run_end: int = 0
-    """... and where they ended."""
+    runs: Runs = field(default_factory=Runs)
 
     @property
     def writes(self) -> bool:
@@ -148,7 +142,7 @@ class OpenFiles:
 
     def is_being_written(self, image: ImageId) -> bool:
         file = self._by_image.get(image)
-        return file is not None and file.writers > 0 and file.modified
+        return file is not None and (file.lock.locked() or (file.writers > 0 and file.modified))
 
     def sealed(self, image: ImageId, manifest: int) -> None:
         """*image* has a manifest now: whoever has it open must un-seal it before the next change."""
@@ -164,11 +158,11 @@ class OpenFiles:
 
     def create(self, ino: Inode, image: Image, flags: int, *, privileged: bool) -> int:
         """A handle on a file that was just created with an empty *image*."""
-        file = OpenFile(ino, image, None, new=True)
+        file = OpenFile(ino, image, None, new=True, modified=True)  # its row has the stamp of its creation
         self._files[ino] = file
         self._by_image[image.id] = file
         fh = self._add_handle(file, flags, privileged)
-        self._changing(file)
+        self._listener.writing(ino, True)
         return fh
 
     async def open(self, ino: Inode, flags: int, *, privileged: bool) -> int:
@@ -176,6 +170,8 @@ class OpenFiles:
 
         Raises NameMissing, OSError, ContentUnavailable (its manifest is on a remote that does not answer).
         """
+        if flags & os.O_TRUNC:
+            self._start_over(ino)
         file = await self._acquire(ino)
         try:
             if flags & os.O_TRUNC:  # with O_RDONLY too, as on Linux' own file systems
@@ -199,8 +195,10 @@ class OpenFiles:
         self._drop_if_idle(file)
         return file
 
-    async def borrow(self, ino: Inode) -> OpenFile:
-        """An OpenFile for an operation without a handle (truncate by path); give it back with `give_back`."""
+    async def borrow(self, ino: Inode, *, emptied: bool) -> OpenFile:
+        """An OpenFile to be truncated without a handle, to nothing when *emptied*; give it back with `give_back`."""
+        if emptied:
+            self._start_over(ino)
         file = await self._acquire(ino)
         file.readers += 1
         return file
@@ -223,10 +221,8 @@ class OpenFiles:
         end = min(offset + size, file.content.size)
         if offset >= end:
             return b""
-        if abs(offset - handle.run_end) > _JUMP_BYTES:
-            handle.run_start = handle.run_end = offset
-        handle.run_end = max(handle.run_end, end)
-        self._source.read_ahead(file.image, file.content, handle.run_start, handle.run_end)
+        run_start, position = handle.runs.read(offset, end)
+        self._source.read_ahead(file.image, file.content, run_start, position)
         if file.image.present is not None and file.image.present.covers(offset, end):
             return os.pread(file.image.fd, end - offset, offset)
         return await self._source.read(file.image, file.content, offset, end)
@@ -257,18 +253,12 @@ class OpenFiles:
     async def truncate(self, file: OpenFile, size: int, *, privileged: bool) -> None:
         """Set the size; bytes that appear are zeros."""
         async with file.lock:
-            if size == 0 and not file.readers and not file.writers and not self._is_empty(file):
-                self._take_new_image(file)
-            else:
-                await self._unseal(file)
-                os.ftruncate(file.image.fd, size)
+            await self._unseal(file)
+            os.ftruncate(file.image.fd, size)
         self._changing(file)
         self._wrote(file, size, 0)
         if not privileged:
             self.drop_set_id(file.ino)
-
-    def _is_empty(self, file: OpenFile) -> bool:
-        return file.manifest is None and os.fstat(file.image.fd).st_size == 0
 
     async def fsync(self, fh: int) -> None:
         """Data and every name so far survive a power cut on this disk. Never waits for the remote."""
@@ -400,24 +390,28 @@ class OpenFiles:
             self._store.contents.move_cuts_to_image(image.id, copy.id)
         self.on_closed(copy.id)  # a cut that was not sealed yet still needs that
 
-    def _take_new_image(self, file: OpenFile) -> None:
-        old, old_manifest = file.image, file.manifest
+    def _start_over(self, ino: Inode) -> None:
+        """Give a file that nobody has open, and that is about to be emptied, a new image.
+
+        So nothing of the old one is fetched, un-sealed or copied; it lives on while a cut needs it.
+        """
+        row = self._store.names.inode(ino)
+        if ino in self._files or not stat.S_ISREG(row.mode):
+            return
         image = self._store.images.create()
+        os.close(image.fd)
         self._store.sync.created(image.id)
+        contents = self._store.contents
         with self._store.catalog.transaction():
-            self._store.contents.add_image(image.id, whole=True)
-            self._store.names.update_inode(file.ino, image=image.id, manifest=None, size=0)
-            needed = self._store.contents.image_is_needed(old.id)
-            if not needed:
-                self._store.contents.drop_image(old.id)
-            if old_manifest is not None:
-                self._store.contents.drop_unneeded_manifests([old_manifest])
-        old.close()
-        self._by_image.pop(old.id, None)
-        if not needed:
-            self._store.sync.delete_later(old.id)
-        file.image, file.manifest, file.content = image, None, None
-        self._by_image[image.id] = file
+            contents.add_image(image.id, whole=True)
+            self._store.names.update_inode(ino, image=image.id, manifest=None, size=0)
+            dropped = row.image is not None and not contents.image_is_needed(row.image)
+            if dropped and row.image is not None:
+                contents.drop_image(row.image)
+            if row.manifest is not None:
+                contents.drop_unneeded_manifests([row.manifest])
+        if dropped and row.image is not None:
+            self._store.sync.delete_later(row.image)
 
     def _changing(self, file: OpenFile) -> None:
         """The content is unfinished from now until the last writer closes."""

@@ -35,8 +35,8 @@ from ckptfs.replica.readahead import window_end
 
 log = logging.getLogger(__name__)
 
-_READ_AHEADS = 8
-"""Files read ahead at once."""
+_READ_AHEADS = 32
+"""Runs of reads remembered."""
 _KEPT_BYTES = 32 * MIB
 """Raw chunks kept in memory while the disk is full: a reader asks for a chunk in many small reads."""
 
@@ -77,8 +77,8 @@ class Hydrator:
             self._contents, Packs(catalog), images, self._manifests, retrying, tuning, limiter, write
         )
         self._flights: dict[tuple[ImageId, int], _Flight] = {}
-        self._asked: OrderedDict[ImageId, int] = OrderedDict()
-        """How far ahead of a reader chunks were asked for: an offset in the file."""
+        self._asked: OrderedDict[tuple[ImageId, int], int] = OrderedDict()
+        """How far ahead of a run of reads, known by its start, chunks were asked for: an offset in the file."""
         self._kept: OrderedDict[ChunkId, bytes | bytearray] = OrderedDict()
         self._kept_bytes = 0
         self._nursery: trio.Nursery | None = None
@@ -140,7 +140,7 @@ class Hydrator:
 
     def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None:
         """A reader came from *run_start* to *position* without a jump: fetch ahead of it in the background."""
-        asked = self._asked.get(image.id, position)
+        asked = self._asked.get((image.id, run_start), position)
         most = self._tuning.readahead_bytes
         if not position <= asked <= position + most:
             asked = position
@@ -148,8 +148,8 @@ class Hydrator:
         # Not before half of it was used, so that requests are long.
         if self._nursery is None or asked - position > (end - position) // 2:
             return
-        self._asked[image.id] = end
-        self._asked.move_to_end(image.id)
+        self._asked[image.id, run_start] = end
+        self._asked.move_to_end((image.id, run_start))
         while len(self._asked) > _READ_AHEADS:
             self._asked.popitem(last=False)
         self._start(image, content, asked, end)
@@ -180,7 +180,6 @@ class Hydrator:
             if not image.unrecorded and image.present.covers(0, size):
                 self._contents.set_image_whole(image.id)
                 image.present = None
-                self._asked.pop(image.id, None)
 
     # Within
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(120)
 
 MIB = 1 << 20
 COLUMNS = 1024
-SMALL, LARGE = 3072, 16384
-"""Rows of the large tensors: 12 MiB in a test that takes seconds, 64 MiB as in a real model."""
+SMALL, LARGE = 3072, 24576
+"""Rows of the large tensors: 12 MiB in a test that takes seconds, 96 MiB as in a real model."""
 EDGE = 3 * MIB
 """Where a range begins and ends the kernel reads ahead up to 1 MiB, and fetched are whole pieces of 1 MiB."""
 
@@ -146,7 +146,7 @@ def test_partial_loads_fetch_what_they_touch(
 def test_partial_loads_of_a_real_size_fetch_a_fifth_more_at_most(
     machine: MakeSite, url: str, network: FaultProxy, process: ProcessPoolExecutor
 ) -> None:
-    """With tensors of 64 MiB everything that a partial load fetches is at most 1.2 times what it touches."""
+    """With tensors of 96 MiB everything that a partial load fetches is at most 1.2 times what it touches."""
     here = machine("here")
     here.mount("--remote", url, *QUICK)
     save(here, LARGE)

@@ -7,6 +7,7 @@ import pytest
 from ckptfs.encoding.manifest import Chunk, Content, TensorSpan
 from ckptfs.ids import ChunkId
 from ckptfs.replica.readahead import CAUTIOUS_SHARE, window_end
+from ckptfs.spans import JUMP_BYTES, RUNS, Runs
 
 CHUNK = 1000
 MOST = 64 * CHUNK
@@ -66,3 +67,17 @@ def test_no_chunks_nothing_ahead() -> None:
     assert window_end(file, 0, file.size, MOST) == file.size
     sparse = Content(100 * CHUNK, ((CHUNK, 100 * CHUNK),), file.chunks[:1])
     assert window_end(sparse, 0, CHUNK, MOST) == CHUNK
+
+
+def test_threads_that_read_in_turn_are_runs_of_their_own() -> None:
+    """Reads at several places in turn, and a little out of order, go on with the right one; more than that are new."""
+    runs, step = Runs(), JUMP_BYTES // 2
+    begins = [at * 100 * JUMP_BYTES for at in range(1, RUNS + 1)]
+    for number in range(10):
+        for begin in begins:
+            at = begin + (number ^ 1) * step  # pairs swapped
+            start, end = runs.read(at, at + step)
+            assert number == 0 or begin <= start <= begin + step
+            assert number % 2 == 0 or end == begin + (number + 1) * step
+    elsewhere = 55 * 100 * JUMP_BYTES
+    assert runs.read(elsewhere, elsewhere + 1) == (elsewhere, elsewhere + 1)
