@@ -87,20 +87,19 @@ class Manifests:
             except (RemoteError, FormatError, trio.TooSlowError) as error:
                 log.warning("%s", _unavailable(digest, error))
                 return {}
-            cached.places = _places(manifest)
+            cached.places = await trio.to_thread.run_sync(_places, manifest)
         return cached.places
 
     async def _fetch(self, digest: ObjectId, body: bytes | None, row: int) -> _Cached:
         while digest in self._fetching:
             await self._fetching[digest].wait()
-            cached = self._cached(digest)
-            if cached is not None:
-                return cached
+            kept = self._cached(digest)
+            if kept is not None:
+                return kept
         event = self._fetching[digest] = trio.Event()
         try:
             manifest = await self._get(digest, body)
-            cached = _Cached(manifest.content, _places(manifest))
-            encoded = await trio.to_thread.run_sync(encode_content, manifest.content)
+            cached, encoded = await trio.to_thread.run_sync(_prepare, manifest)
             await self._learn(manifest)
             # Last, so that a manifest whose body is there has its places there too.
             if self._contents.manifest_by_digest(digest) is not None:
@@ -143,6 +142,12 @@ class Manifests:
         while len(self._cache) > 1 and (self._cached_chunks > _CACHED_CHUNKS or len(self._cache) > _CACHED_CONTENTS):
             _, oldest = self._cache.popitem(last=False)
             self._cached_chunks -= len(oldest.content.chunks)
+
+
+def _prepare(manifest: Manifest) -> tuple[_Cached, bytes]:
+    """What is kept of *manifest* and its encoded content. For a worker thread: a large one takes a second."""
+    manifest.content.offsets()
+    return _Cached(manifest.content, _places(manifest)), encode_content(manifest.content)
 
 
 def _places(manifest: Manifest) -> dict[ChunkId, Placed]:

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _BATCH_IMAGES, _BATCH_BYTES = 64, 16 << 20
 """Sealed together at most: three flushes of the disk for all instead of for each; none waits long for the rest."""
 
+_LOCATIONS_AT_ONCE = 2000
+"""Rows per transaction: about 10 ms, in which no request is served."""
+
 
 class WriteState(Protocol):
     """What sealing must know of open files."""
@@ -123,13 +126,17 @@ class Sealer:
             self.on_failed(image)
         for image in contents.keys() - failed:
             if self._writes.generation(image) == generations[image] and self._is_due(image):
-                self._record(image, contents[image])
+                await self._record(image, *contents[image])
                 await trio.lowlevel.checkpoint()  # requests come first
 
     def _is_due(self, image: ImageId) -> bool:
         return self._store.contents.needs_seal(image) and not self._writes.is_being_written(image)
 
-    def _record(self, image: ImageId, content: Content) -> None:
+    async def _record(self, image: ImageId, content: Content, encoded: bytes) -> None:
+        """Commit the seal, and the locations of its chunks: those of a large image in steps, while it stays sealed.
+
+        A kill in between costs locations, which are only another place to find a chunk; the image itself is whole.
+        """
         # Times as they are now: nobody wrote since the hashing began, but utimens may have set them.
         status = os.stat(self._store.images.path(image))
         located = [
@@ -137,7 +144,7 @@ class Sealer:
         ]
         contents, names = self._store.contents, self._store.names
         with self._store.catalog.transaction():
-            manifest = contents.add_manifest(size=content.size, body=encode_content(content))
+            manifest = contents.add_manifest(size=content.size, body=encoded)
             contents.sealed(image, manifest)
             ino = contents.inode_of_image(image)
             if ino is not None:
@@ -149,19 +156,28 @@ class Sealer:
                     mtime_ns=status.st_mtime_ns,
                     ctime_ns=max(row.ctime_ns, status.st_ctime_ns),
                 )
-            contents.add_locations(image, located)
+            contents.add_locations(image, located[:_LOCATIONS_AT_ONCE])
         if ino is not None:
             self._writes.sealed(image, manifest)
         self.on_sealed(ino, image, manifest)
+        for start in range(_LOCATIONS_AT_ONCE, len(located), _LOCATIONS_AT_ONCE):
+            await trio.lowlevel.checkpoint()
+            if not contents.is_sealed_as(image, manifest):  # it is being written, or gone: invariant 1
+                break
+            contents.add_locations(image, located[start : start + _LOCATIONS_AT_ONCE])
 
 
-def hash_images(paths: Mapping[ImageId, str], tuning: Tuning) -> tuple[dict[ImageId, Content], set[ImageId]]:
-    """`hash_image` of each, and those that the disk failed to give. Blocking; for a worker thread."""
-    found: dict[ImageId, Content] = {}
+def hash_images(
+    paths: Mapping[ImageId, str], tuning: Tuning
+) -> tuple[dict[ImageId, tuple[Content, bytes]], set[ImageId]]:
+    """`hash_image` of each, also encoded, and those that the disk failed to give. Blocking; for a worker thread."""
+    found: dict[ImageId, tuple[Content, bytes]] = {}
     failed: set[ImageId] = set()
     for image, path in paths.items():
         try:
-            found[image] = hash_image(path, tuning)
+            content = hash_image(path, tuning)
+            content.offsets()  # computed here, not on the loop
+            found[image] = content, encode_content(content)
         except FileNotFoundError:
             pass  # deleted while it waited
         except FormatError:

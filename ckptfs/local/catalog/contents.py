@@ -144,6 +144,15 @@ class Contents:
         with self._catalog.transaction() as db:
             db.execute("UPDATE cut_entry SET manifest = ? WHERE image = ? AND manifest IS NULL", (manifest, image))
 
+    def is_sealed_as(self, image: ImageId, manifest: int) -> bool:
+        """Whether a file or a cut has *image* with the content *manifest*: then nobody writes it."""
+        row = self._db.execute(
+            "SELECT EXISTS (SELECT 1 FROM inode WHERE image = ?1 AND manifest = ?2)"
+            " OR EXISTS (SELECT 1 FROM cut_entry WHERE image = ?1 AND manifest = ?2)",
+            (image, manifest),
+        ).fetchone()
+        return bool(row[0])
+
     def needs_seal(self, image: ImageId) -> bool:
         """Whether a named file or a cut waits for *image* to be sealed."""
         row = self._db.execute(
