@@ -639,7 +639,7 @@ class FileSystem:
             return
         if not stat.S_ISREG(self._names.inode(ino).mode):
             raise InvalidArgument("only regular files have a size to set")
-        file = await self.files.borrow(ino)
+        file = await self.files.borrow(ino, emptied=size == 0)
         try:
             await self.files.truncate(file, size, privileged=caller.uid == 0)
         finally:
