@@ -19,7 +19,7 @@ system:
 	@.ci/system-packages
 
 $(VENV)/bin/python:
-	python=$$(.ci/newest-python) && $$python -m venv $(VENV)
+	python=$$(.ci/find-python) && $$python -m venv $(VENV)
 
 $(VENV)/.test-installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
