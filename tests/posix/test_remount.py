@@ -15,7 +15,13 @@ from tests.posix.sides import Side, snapshot
 from tests.support.mounts import TINY, Site, is_alive, until
 
 OPTIONS = ("--owner", "stored", "--allow-other")
-SLOW = {"a_huge_directory_and_positions_in_it", "rename_of_everything_onto_everything", "deletion_while_listing"}
+SLOW = {
+    "a_huge_directory_and_positions_in_it",
+    "deletion_while_listing",
+    "open_with_every_combination_of_flags",
+    "rename_of_everything_onto_everything",
+    "what_stays_is_listed_once_whatever_happens_meanwhile",
+}
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ def run(site: Site, plain: Path, *, examples: int, steps: int, remount_every: in
 
 def test_the_mount_behaves_like_a_plain_directory(site: Site, tmp_path: Path) -> None:
     """After every one of some random operations, results, errnos, stats and bytes are equal on both."""
-    run(site, tmp_path, examples=int(os.environ.get("EXAMPLES", 300)), steps=50, remount_every=60)
+    run(site, tmp_path, examples=300, steps=50, remount_every=100)
 
 
 @pytest.mark.slow
