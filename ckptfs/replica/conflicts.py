@@ -20,7 +20,8 @@ from ckptfs.ids import FileId, Inode, ObjectId, Stamp
 from ckptfs.local.catalog.catalog import SELF, Catalog
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.catalog.sources import BoundRow
-from ckptfs.replica.entries import Contest, Entries, Graft, Pass, entry_weight, winning_stamp
+from ckptfs.replica.entries import Entries, entry_weight, winning_stamp
+from ckptfs.replica.passes import Contest, Graft, Pass
 from ckptfs.replica.trees import Trees
 
 
@@ -61,7 +62,7 @@ class Conflicts:
             await self._open_unknown(p, losing[1].ino)
             taker = job.entry if job.entry is not None and job.entry.file_id is not None else None
             if taker is not None and S_ISDIR(taker.mode):
-                await self._prepare(p, taker)
+                await self._open_common(p, losing[1].ino, await self._prepare(p, taker))
         with self._catalog.transaction():
             losing = self._losing(p, job)
             if losing is not None:
@@ -88,12 +89,8 @@ class Conflicts:
             self._entries.restamp(p, job.directory, row, 0 if entry is None else entry_weight(entry))
             return
         if saved and entry is not None:
-            taker = self._names.inode_by_file_id(entry.file_id or FileId(b""))
-            if taker is None or not taker.expanded or taker.ino in (local.ino, *self._names.ancestors(job.directory)):
-                return  # came apart meanwhile: the next pass sees it again
-            below = [row for row in self._sources.rows(local.ino) if row.ino is not None]
-            for child in below:
-                self._move_into(p, local.ino, child, taker.ino)
+            self._replace(p, job, row, local, entry)
+            return
         self._entries.unlink(p, job.directory, row, local)
         if entry is None:
             self._sources.remove_row(job.directory, job.name)
@@ -102,6 +99,25 @@ class Conflicts:
         else:
             self._sources.remove_row(job.directory, job.name)
             self._entries.bind(p, job.directory, entry, winning_stamp(entry, row.stamp))
+
+    def _replace(self, p: Pass, job: Contest, row: BoundRow, local: InodeRow, entry: Entry) -> None:
+        """Directory *local* makes way for directory *entry*, and what was saved of it moves in there."""
+        taker = self._names.inode_by_file_id(entry.file_id or FileId(b""))
+        if taker is None or not self._can_join(local.ino, taker.ino):
+            p.jobs.append(job)  # somebody changed it since it was looked at: look again
+            return
+        if taker.ino not in self._names.ancestors(job.directory):
+            # First, since the taker may have been below what it replaces.
+            self._sources.remove_row(job.directory, job.name)
+            bound = self._entries.bind(p, job.directory, entry, winning_stamp(entry, row.stamp))
+            if bound is not None:
+                for child in self._sources.rows(local.ino):
+                    if child.ino is not None:
+                        self._move_into(p, local.ino, child, taker.ino)
+                self._entries.unlink(p, job.directory, row, local)
+                return
+            self._sources.set_row(job.directory, job.name, row.ino, row.stamp, row.origin)
+        self._entries.restamp(p, job.directory, row, entry_weight(entry))
 
     def _losing(self, p: Pass, job: Contest) -> tuple[BoundRow, InodeRow] | None:
         """The row and inode of *job*, if they are still what the job is about."""
@@ -144,12 +160,47 @@ class Conflicts:
         own = {source.digest for source in sources if source.writer == p.side.row}
         return all(source.digest in own or p.side.covers((source.writer, source.seq)) for source in sources)
 
-    async def _prepare(self, p: Pass, taker: Entry) -> None:
+    async def _open_common(self, p: Pass, directory: Inode, taker: Inode) -> None:
+        """Expand, below both, the directories that have the same name: their entries may have to be joined."""
+        if directory == taker:
+            return
+        for row in self._sources.rows(directory):
+            there = self._sources.row(taker, row.name)
+            if row.ino is None or there is None or there.ino is None or not self._both_directories(row.ino, there.ino):
+                continue
+            await p.expand(row.ino)
+            await p.expand(there.ino)
+            await self._open_common(p, row.ino, there.ino)
+
+    def _both_directories(self, one: Inode, other: Inode) -> bool:
+        return S_ISDIR(self._names.inode(one).mode) and S_ISDIR(self._names.inode(other).mode)
+
+    def _can_join(self, directory: Inode, taker: Inode) -> bool:
+        """Whether all that `_move_into` would look at is expanded."""
+        for ino in (directory, taker):
+            state = self._sources.tree(ino)
+            if state is None or not state.expanded:
+                return False
+        for row in self._sources.rows(directory):
+            there = self._sources.row(taker, row.name)
+            if (
+                row.ino is not None
+                and there is not None
+                and there.ino is not None
+                and row.ino != there.ino
+                and self._both_directories(row.ino, there.ino)
+                and not self._can_join(row.ino, there.ino)
+            ):
+                return False
+        return True
+
+    async def _prepare(self, p: Pass, taker: Entry) -> Inode:
         """Make sure that the directory which takes the name is here and expanded; without a name yet if it is new."""
         assert taker.file_id is not None and taker.tree is not None
         with self._catalog.transaction():
             ino = self._entries.find_or_create(p, taker)
         await p.expand(ino)
+        return ino
 
     def _concurrent(self, p: Pass, row: BoundRow, entry: Entry) -> bool:
         """Whether the directory that takes the name was bound by somebody who did not know the one that loses it."""
@@ -196,13 +247,14 @@ class Conflicts:
             self._entries.move_row(p, source, row, target, Stamp(stamp))
             return
         other = self._names.inode(there.ino)
+        if local.ino == other.ino:
+            return
         if S_ISDIR(local.mode) and S_ISDIR(other.mode):
-            if other.expanded and local.expanded:
-                for child in self._sources.rows(row.ino):
-                    if child.ino is not None:
-                        self._move_into(p, row.ino, child, there.ino)
-                self._entries.unlink(p, source, row, local)
-                self._sources.remove_row(source, row.name)
+            for child in self._sources.rows(row.ino):
+                if child.ino is not None:
+                    self._move_into(p, row.ino, child, there.ino)
+            self._entries.unlink(p, source, row, local)
+            self._sources.remove_row(source, row.name)
             return
         their = self._entries.row_weight(p, target, there, other)
         wins = S_ISDIR(local.mode) or (

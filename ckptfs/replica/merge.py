@@ -35,7 +35,8 @@ from ckptfs.local.catalog.sources import SourceRow, Sources
 from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.conflicts import Conflicts
-from ckptfs.replica.entries import Entries, MergeListener, Pass, Side
+from ckptfs.replica.entries import Entries
+from ckptfs.replica.passes import MergeListener, Pass, Side
 from ckptfs.replica.trees import Trees
 
 log = logging.getLogger(__name__)
