@@ -47,7 +47,7 @@ class Machines:
         if by is not None:
             environment["AWS_ENDPOINT_URL"] = by.endpoint
         made = self._stack.enter_context(Site(self._directory, environment=environment, name=name))
-        made.store.mkdir(mode=0o700)
+        made.store.mkdir(mode=0o700, parents=True)
         document = {**(settings or {}), "tuning": dict(tuning or {})}
         (made.store / "settings.json").write_text(json.dumps(document))
         return made

@@ -1,0 +1,103 @@
+"""Saving faster than the uplink: the newest complete state goes next, and what was rotated away is never sent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.machines import Machines
+from tests.support.mounts import until
+from tests.support.proxy import Faults
+
+pytestmark = pytest.mark.timeout(170)
+
+KEEP = 2
+
+
+@dataclass
+class Publications:
+    """Which steps another machine has whenever its newest one changes, and which the saver had by then."""
+
+    base: Path
+    saved: int = 0
+    seen: list[tuple[int, set[int]]] = field(default_factory=list)
+    """(steps saved by then, steps there)."""
+    problems: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Publications:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        assert self._thread is not None
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.05):
+            steps = {int(name.removeprefix("step-")) for name in os.listdir(self.base) if name.startswith("step-")}
+            if steps and (not self.seen or steps != self.seen[-1][1]):
+                self.seen.append((self.saved, steps))
+
+    def sent(self) -> set[int]:
+        return set().union(*(steps for _, steps in self.seen))
+
+
+def save_faster_than_the_uplink(machines: Machines, size: int, every_s: float, for_s: float) -> None:
+    """Checkpoints of *size* incompressible bytes, twice as fast as the uplink takes them, rotated to two.
+
+    A state holds two checkpoints, so sending one that shares nothing with the last takes four saves' time; the states
+    between are skipped. A save that is going on when the last state is out is not in the next one, and another one ends
+    while a head is put and followed: a state is at most six saves old when it shows elsewhere.
+    """
+    writer, reader, way = machines.site("writer", tuning=None), machines.site("reader", tuning=None), machines.proxy()
+    writer.environment["AWS_ENDPOINT_URL"] = way.endpoint
+    top, there = machines.mount(writer), machines.mount(reader, "--read-only")
+    assert writer.run("publish", str(top)).status == 0
+    way.faults = Faults(methods=frozenset({"PUT"}), up_bytes_per_s=size / every_s / 2)
+    way.reset()
+    with Publications(there) as publications:
+        started = time.monotonic()
+        step = 0
+        while time.monotonic() < started + for_s:
+            step += 1
+            (top / "aside").mkdir()
+            for number in range(4):
+                (top / "aside" / f"shard-{number}").write_bytes(os.urandom(size // 4))
+            (top / "aside").rename(top / f"step-{step}")
+            if step > KEEP:
+                shutil.rmtree(top / f"step-{step - KEEP}")
+            publications.saved = step
+            time.sleep(max(0.0, started + step * every_s - time.monotonic()))
+        seen, sent = list(publications.seen), way.counts["PUT"].bytes_up
+        published = publications.sent()
+        way.heal()
+        until(lambda: publications.seen[-1][1] == {step - 1, step}, "the last state", 60)
+    assert len(seen) > for_s / every_s / 10, seen
+    for saved, steps in seen:
+        assert len(steps) <= KEEP, seen
+        assert saved - max(steps) <= 6, seen
+    most = (len(published) + KEEP) * size  # and what is on its way
+    assert sent < 1.1 * most + (1 << 18), (sent, most, seen)
+    assert sent < 0.75 * step * size, "twice the uplink's rate was saved"
+
+
+def test_the_newest_state_goes_next(machines: Machines) -> None:
+    """40 seconds of it."""
+    save_faster_than_the_uplink(machines, 2 << 20, 2.0, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_newest_state_goes_next_for_ten_minutes(machines: Machines) -> None:
+    """Ten minutes."""
+    save_faster_than_the_uplink(machines, 8 << 20, 5.0, 600)
