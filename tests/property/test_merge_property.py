@@ -96,7 +96,7 @@ async def converge(steps: list[tuple[int, tuple[str, ...]]], folder: str) -> Non
             peer.close()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=50, deadline=None, suppress_health_check=SLOW)
 @given(STEPS)
 def test_all_converge_and_no_pending_edit_is_lost(steps: list[tuple[int, tuple[str, ...]]]) -> None:
     """Whatever three writers do, in any order of publishing and following, all end with the same tree, what was
@@ -126,7 +126,7 @@ async def keep_everything(steps: list[tuple[int, tuple[str, ...]]], folder: str)
             peer.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(
         st.tuples(
@@ -148,7 +148,7 @@ def test_without_removals_nothing_is_lost(steps: list[tuple[int, tuple[str, ...]
         trio.run(keep_everything, steps, folder)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(
         st.tuples(
