@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,16 @@ from tests.posix.sides import Side
 from tests.support.mounts import Site
 
 GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """With the tuning that users have: tiny chunks of such files would be millions."""
+    with Site(tmp_path_factory.mktemp("large")) as made:
+        made.mount("--owner", "stored", "--allow-other")
+        yield made
+        made.umount()
+        assert "Traceback" not in made.log(), made.log()
 
 
 def test_a_sparse_file_of_five_gib(site: Site, same: Callable[..., None]) -> None:
