@@ -135,3 +135,16 @@ def test_keys() -> None:
         bad = f"heads/{writer.hex()}/{bad}"
         with pytest.raises(FormatError):
             keys.parse_head_key(bad)
+
+
+def test_long_values_are_encoded_in_pieces_alike() -> None:
+    """What `dumps` puts together from pieces is what the json module makes of the whole."""
+    value = {
+        "ü": list(range(10_000)),
+        "a": {"list": [["x", None, True]] * 4097, "empty": [], "z": {}, "long": ("q",) * 8192},
+        "text": '",]}',
+    }
+    whole = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    assert canonical.dumps(value) == whole.encode()
+    assert canonical.dumps([]) == b"[]" and canonical.dumps({}) == b"{}"
+    assert canonical.dumps([{"b": 1, "a": 2}] * 5000) == b"[" + b",".join([b'{"a":2,"b":1}'] * 5000) + b"]"
