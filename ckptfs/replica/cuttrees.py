@@ -32,7 +32,7 @@ ReadTree = Callable[[ObjectId, bytes | None], Awaitable[Tree]]
 
 _LARGE = 100
 """Entries or chunks from which on encoding is left to a thread: about 5 ms."""
-_LOOK_UP = 2500
+_LOOK_UP = 1000
 """Chunks whose places are looked up before others may run: about 10 ms."""
 _AT_ONCE = 1000
 """Entries handled before others may run: about 20 ms."""

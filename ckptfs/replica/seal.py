@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 _BATCH_IMAGES, _BATCH_BYTES = 64, 16 << 20
 """Sealed together at most: three flushes of the disk for all instead of for each; none waits long for the rest."""
 
-_LOCATIONS_AT_ONCE = 2000
-"""Rows per transaction: about 10 ms, in which no request is served."""
+_LOCATIONS_AT_ONCE = 500
+"""Rows per transaction: 5 to 10 ms, in which no request is served."""
 
 
 class WriteState(Protocol):

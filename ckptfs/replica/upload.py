@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 _SMALL_BODY = 64 << 10
 """Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
-_LOOK_UP = 5000
-"""Chunks looked up before others may run: about 10 ms."""
+_LOOK_UP = 1500
+"""Chunks looked up before others may run: 5 to 10 ms."""
 _DESCRIPTORS = 16
 """Images held open while a pack is built; a pack of small files has thousands."""
 _RATE_OVER_S = 10.0
