@@ -135,7 +135,9 @@ def save_and_rotate(machines: Machines, below: str, rounds: int, budget_s: float
     def arrived() -> bool:
         return watcher.markers[-1:] == [step] or bool(watcher.problems)
 
-    with Watcher(there / below, plain_names, there / "latest") as watcher:
+    # One alone would never look while another's look has a head merged.
+    others = [Watcher(there / below, plain_names, there / "latest") for _ in range(2)]
+    with others[0], others[1], Watcher(there / below, plain_names, there / "latest") as watcher:
         while step < rounds and time.monotonic() < deadline and not watcher.problems:
             step += 1
             save_aside(base, here / "latest", step)
@@ -145,8 +147,9 @@ def save_and_rotate(machines: Machines, below: str, rounds: int, budget_s: float
                 until(arrived, f"step {step} there")
         assert watcher.problems == []
         until(lambda: {step - 1, step} <= watcher.seen or bool(watcher.problems), "the last two to be seen")
-    assert watcher.problems == []
-    assert watcher.markers == sorted(watcher.markers), "latest never goes back"
+    for each in (watcher, *others):
+        assert each.problems == []
+        assert each.markers == sorted(each.markers), "latest never goes back"
     assert watcher.steps() == {step - 1, step}
     return watcher
 
