@@ -203,8 +203,8 @@ class Conflicts:
         return ino
 
     def _concurrent(self, p: Pass, row: BoundRow, entry: Entry) -> bool:
-        """Whether the directory that takes the name was bound by somebody who did not know the one that loses it."""
-        return entry.file_id is not None and S_ISDIR(entry.mode) and not p.side.covers(row.origin)
+        """Whether *row*'s directory was not even known to who removed the name, or gave it to another directory."""
+        return (entry.file_id is None or S_ISDIR(entry.mode)) and not p.side.covers(row.origin)
 
     def _purge(self, p: Pass, directory: Inode, floor: Stamp | None) -> bool:
         """Remove what goes with *directory*; whether anything in it stays."""
@@ -248,6 +248,10 @@ class Conflicts:
             return
         other = self._names.inode(there.ino)
         if local.ino == other.ino:
+            if row.origin is None:
+                self._sources.set_row(target, row.name, local.ino, max(row.stamp, there.stamp), None)
+            self._entries.unlink(p, source, row, local)
+            self._sources.remove_row(source, row.name)
             return
         if S_ISDIR(local.mode) and S_ISDIR(other.mode):
             for child in self._sources.rows(row.ino):

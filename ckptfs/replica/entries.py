@@ -113,6 +113,7 @@ class Entries:
         None when a directory keeps another place instead: a later binding, or one that this would make a loop of.
         """
         assert entry.file_id is not None
+        origin: Origin | None = p.side.origin
         local = self.names.inode_by_file_id(entry.file_id)
         if local is not None and S_IFMT(local.mode) != S_IFMT(entry.mode):
             log.error("file id %s is of two kinds: %r of another writer is left out", entry.file_id.hex(), entry.name)
@@ -128,10 +129,12 @@ class Entries:
             self._apply_state(p, self.names.inode(ino), entry)
             if not S_ISDIR(local.mode):
                 self.names.update_inode(ino, nlink=local.nlink + 1)
+                if self.names.inode(ino).changed > entry.changed and self.sources.is_pending(ino):
+                    origin = None  # an edit made here through another name shows through this one too
         if S_ISDIR(entry.mode):
             self.names.update_inode(ino, nlink=self._count_links(ino))
             self._add_links(directory, 1)
-        self.sources.set_row(directory, entry.name, ino, stamp, p.side.origin)
+        self.sources.set_row(directory, entry.name, ino, stamp, origin)
         p.weights[directory, entry.name] = max(entry_weight(entry), stamp)
         self._note(p, directory, entry.name)
         if S_ISDIR(entry.mode):

@@ -141,6 +141,11 @@ class Sources:
         ).fetchone()
         return _bound(row) if row else None
 
+    def is_pending(self, ino: Inode) -> bool:
+        """Whether a name of *ino*, or its state, was changed here and is not published."""
+        row = self._db.execute("SELECT 1 FROM dirent WHERE ino = ? AND origin_seq IS NULL LIMIT 1", (ino,)).fetchone()
+        return row is not None
+
     def rows(self, directory: Inode) -> list[BoundRow]:
         """Everything that *directory* says of names, tombstones included, ordered by name."""
         rows = self._db.execute(
