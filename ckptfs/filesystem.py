@@ -14,9 +14,9 @@ import os
 import stat
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Protocol
 
+from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.errors import (
     AttributeMissing,
     ContentUnavailable,
@@ -25,9 +25,7 @@ from ckptfs.errors import (
     IsADirectory,
     NameExists,
     NameMissing,
-    NameTooLong,
     NotDirectory,
-    NotPermitted,
     NotSupported,
     ReadOnly,
     Stale,
@@ -36,52 +34,15 @@ from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
-from ckptfs.openfiles import SET_ID_BITS, ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles
+from ckptfs.naming import NAME_MAX, Naming, check_name
+from ckptfs.openfiles import ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles
 from ckptfs.replica.logs import OpenLog
 
 log = logging.getLogger(__name__)
 
-NAME_MAX = 255
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 XATTR_MAX = 64 << 10
-
-
-@dataclass(frozen=True)
-class Attributes:
-    """What stat shows."""
-
-    ino: Inode
-    mode: int
-    nlink: int
-    uid: int
-    gid: int
-    rdev: int
-    size: int
-    blocks: int
-    atime_ns: int
-    mtime_ns: int
-    ctime_ns: int
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Who asks."""
-
-    uid: int
-    gid: int
-
-
-@dataclass(frozen=True)
-class AttributeChange:
-    """Fields of a setattr; None leaves one as it is."""
-
-    mode: int | None = None
-    uid: int | None = None
-    gid: int | None = None
-    size: int | None = None
-    atime_ns: int | None = None
-    mtime_ns: int | None = None
 
 
 class TreeSource(Protocol):
@@ -112,6 +73,7 @@ class FileSystem:
         self._pins: Counter[Inode] = Counter()
         self._unpurged: set[Inode] = set()
         self._changed_at = -1e9
+        self._naming = Naming(store, tombstones=tree is not None)
         self.files = OpenFiles(store, self._listener, source)
 
     # Looking
@@ -123,7 +85,7 @@ class FileSystem:
         if name == b"..":
             above = self._names.parents(parent)
             return self.attributes(self._names.inode(above[0][0] if above else ROOT_INODE))
-        _check_name(name)
+        check_name(name)
         return self.attributes(self._names.child(parent, name))
 
     async def getattr(self, ino: Inode) -> Attributes:
@@ -187,12 +149,12 @@ class FileSystem:
     ) -> tuple[int, Attributes]:
         """A new regular file, open; returns its handle."""
         await self._before_change(parent)
-        directory = self._check_new(parent, name)
+        directory = self._naming.check_new(parent, name)
         image = self.store.images.create()
         try:
             with self.store.catalog.transaction():
                 self.store.contents.add_image(image.id, whole=True)
-                ino = self._add(directory, name, stat.S_IFREG | stat.S_IMODE(mode), caller, image=image.id)
+                ino = self._naming.add(directory, name, stat.S_IFREG | stat.S_IMODE(mode), caller, image=image.id)
         except BaseException:
             os.close(image.fd)
             self.store.images.delete(image.id)
@@ -209,45 +171,34 @@ class FileSystem:
             await self.files.release(fh)
             return attributes
         await self._before_change(parent)
-        directory = self._check_new(parent, name)
+        directory = self._naming.check_new(parent, name)
         with self.store.catalog.transaction():
-            ino = self._add(directory, name, mode, caller, rdev=rdev)
+            ino = self._naming.add(directory, name, mode, caller, rdev=rdev)
         self._listener.entry_changed(parent, name)
         return self.attributes(self._names.inode(ino))
 
     async def mkdir(self, parent: Inode, name: bytes, mode: int, caller: Caller) -> Attributes:
         await self._before_change(parent)
-        directory = self._check_new(parent, name)
+        directory = self._naming.check_new(parent, name)
         mode = stat.S_IFDIR | stat.S_IMODE(mode) | (directory.mode & stat.S_ISGID)
         with self.store.catalog.transaction():
-            ino = self._add(directory, name, mode, caller, dirty=2)
+            ino = self._naming.add(directory, name, mode, caller, dirty=2)
             self._names.update_inode(parent, nlink=directory.nlink + 1)
         self._listener.entry_changed(parent, name)
         return self.attributes(self._names.inode(ino))
 
     async def symlink(self, parent: Inode, name: bytes, target: bytes, caller: Caller) -> Attributes:
         await self._before_change(parent)
-        directory = self._check_new(parent, name)
+        directory = self._naming.check_new(parent, name)
         with self.store.catalog.transaction():
-            ino = self._add(directory, name, stat.S_IFLNK | 0o777, caller, target=target, size=len(target))
+            ino = self._naming.add(directory, name, stat.S_IFLNK | 0o777, caller, target=target, size=len(target))
         self._listener.entry_changed(parent, name)
         return self.attributes(self._names.inode(ino))
 
     async def link(self, ino: Inode, parent: Inode, name: bytes) -> Attributes:
         """Another name of *ino*."""
         await self._before_change(parent)
-        self._check_new(parent, name)
-        row = self._names.inode(ino)
-        if stat.S_ISDIR(row.mode):
-            raise NotPermitted("a directory cannot have a second name")
-        if row.nlink == 0:
-            raise NameMissing(f"inode {ino} has no name any more")
-        now_ns, stamp = time.time_ns(), self.store.clock.tick()
-        with self.store.catalog.transaction():
-            self._names.bind(parent, name, ino, stamp)
-            self._names.update_inode(ino, nlink=row.nlink + 1, ctime_ns=now_ns)
-            self._names.state_changed(ino, stamp)
-            self._names.touch_directory(parent, now_ns, stamp)
+        self._naming.link(ino, parent, name)
         self._listener.entry_changed(parent, name)
         return self.attributes(self._names.inode(ino))
 
@@ -258,10 +209,7 @@ class FileSystem:
         row = self._names.child(parent, name)
         if stat.S_ISDIR(row.mode):
             raise IsADirectory(f"{name!r} is a directory")
-        now_ns, stamp = time.time_ns(), self.store.clock.tick()
-        with self.store.catalog.transaction():
-            self._unbind(parent, name, row, now_ns)
-            self._names.touch_directory(parent, now_ns, stamp)
+        self._naming.remove(parent, name, row)
         self.purge_if_gone(row.ino)
         self._listener.entry_changed(parent, name)
 
@@ -275,10 +223,7 @@ class FileSystem:
             raise DirectoryNotEmpty(f"{name!r} is not empty")
         if self._names.find(parent, name) != row.ino:
             raise NameMissing(f"{name!r} was moved meanwhile")
-        now_ns, stamp = time.time_ns(), self.store.clock.tick()
-        with self.store.catalog.transaction():
-            self._unbind(parent, name, row, now_ns)
-            self._names.touch_directory(parent, now_ns, stamp)
+        self._naming.remove(parent, name, row)
         self.purge_if_gone(row.ino)
         self._listener.entry_changed(parent, name)
 
@@ -292,56 +237,26 @@ class FileSystem:
         if target_ino is not None:
             await self._expand(self._names.inode(target_ino))
         source = self._names.child(parent, name)
-        self._check_parent(new_parent)
-        _check_name(new_name)
+        self._naming.check_parent(new_parent)
+        check_name(new_name)
         target_ino = self._names.find(new_parent, new_name)
         target = self._names.inode(target_ino) if target_ino is not None else None
         if flags == RENAME_EXCHANGE:
             if target is None:
                 raise NameMissing(f"no entry {new_name!r} to exchange with")
-            self._check_not_below(target.ino, parent)
-        self._check_not_below(source.ino, new_parent)
+            self._naming.check_not_below(target.ino, parent)
+        self._naming.check_not_below(source.ino, new_parent)
         if target is not None and flags == RENAME_NOREPLACE:
             raise NameExists(f"{new_name!r} exists")
         if target is not None and target.ino == source.ino:
             return  # two names of one file: rename does nothing
         if target is not None and flags != RENAME_EXCHANGE:
-            self._check_replaceable(source, target)
-        self._move(parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE)
+            self._naming.check_replaceable(source, target)
+        self._naming.move(parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE)
         if target is not None and flags != RENAME_EXCHANGE:
             self.purge_if_gone(target.ino)
         self._listener.entry_changed(parent, name)
         self._listener.entry_changed(new_parent, new_name)
-
-    def _move(
-        self,
-        parent: Inode,
-        name: bytes,
-        new_parent: Inode,
-        new_name: bytes,
-        source: InodeRow,
-        target: InodeRow | None,
-        *,
-        exchange: bool,
-    ) -> None:
-        now_ns, stamp = time.time_ns(), self.store.clock.tick()
-        with self.store.catalog.transaction():
-            if target is not None and not exchange:
-                self._unbind(new_parent, new_name, target, now_ns)
-            self._names.bind(new_parent, new_name, source.ino, stamp)
-            if target is not None and exchange:
-                self._names.bind(parent, name, target.ino, stamp)
-                self._names.update_inode(target.ino, ctime_ns=now_ns)
-            else:
-                self._names.unbind(parent, name, stamp, tombstone=self._keeps_tombstones)
-            self._names.update_inode(source.ino, ctime_ns=now_ns)
-            swapped = target if exchange else None
-            for moved, here, there in ((source, parent, new_parent), (swapped, new_parent, parent)):
-                if moved is not None and stat.S_ISDIR(moved.mode) and here != there:
-                    self._count_links(here, -1)
-                    self._count_links(there, +1)
-            self._names.touch_directory(parent, now_ns, stamp)
-            self._names.touch_directory(new_parent, now_ns, stamp)
 
     # Attributes
 
@@ -352,20 +267,7 @@ class FileSystem:
         if change.size is not None:
             await self._truncate(ino, change.size, fh, caller)
             row = self._names.inode(ino)
-        columns: dict[str, int] = {}
-        if change.mode is not None:
-            columns["mode"] = stat.S_IFMT(row.mode) | stat.S_IMODE(change.mode)
-            if change.size is not None and caller.uid != 0:
-                columns["mode"] &= ~SET_ID_BITS  # the kernel sends along what it thinks the truncation leaves
-        if change.uid is not None or change.gid is not None or change == AttributeChange():
-            columns["uid"] = row.uid if change.uid is None else change.uid
-            columns["gid"] = row.gid if change.gid is None else change.gid
-            if not stat.S_ISDIR(row.mode) and change.mode is None:
-                columns["mode"] = _after_chown(row.mode)
-        if change.atime_ns is not None:
-            columns["atime_ns"] = _clamped(change.atime_ns)
-        if change.mtime_ns is not None:
-            columns["mtime_ns"] = _clamped(change.mtime_ns)
+        columns = change.columns(row, privileged=caller.uid == 0)
         if columns:
             columns["ctime_ns"] = time.time_ns()
             if change.mtime_ns is not None and row.manifest is None and row.image is not None:
@@ -451,10 +353,6 @@ class FileSystem:
 
     # Within
 
-    @property
-    def _keeps_tombstones(self) -> bool:
-        return self._tree is not None
-
     async def _look(self, directory: Inode) -> None:
         if self._tree is not None:
             await self._tree.fresh(waiting=time.monotonic() - self._changed_at > 5.0)
@@ -472,78 +370,6 @@ class FileSystem:
     def _check_writable(self) -> None:
         if self._read_only:
             raise ReadOnly("this mount is read-only")
-
-    def _check_parent(self, parent: Inode) -> InodeRow:
-        directory = self._names.inode(parent)
-        if not stat.S_ISDIR(directory.mode):
-            raise NotDirectory(f"inode {parent} is not a directory")
-        if directory.nlink == 0:
-            raise NameMissing(f"directory {parent} was removed")
-        return directory
-
-    def _check_new(self, parent: Inode, name: bytes) -> InodeRow:
-        directory = self._check_parent(parent)
-        _check_name(name)
-        if name in (b".", b"..") or self._names.find(parent, name) is not None:
-            raise NameExists(f"{name!r} exists")
-        self.store.check_room()
-        return directory
-
-    def _check_not_below(self, moved: Inode, new_parent: Inode) -> None:
-        if new_parent == moved or moved in self._names.ancestors(new_parent):
-            raise InvalidArgument("a directory cannot move below itself")
-
-    def _check_replaceable(self, source: InodeRow, target: InodeRow) -> None:
-        if stat.S_ISDIR(source.mode):
-            if not stat.S_ISDIR(target.mode):
-                raise NotDirectory("a directory cannot replace a file")
-            if not self._names.is_empty(target.ino):
-                raise DirectoryNotEmpty("the directory to be replaced is not empty")
-        elif stat.S_ISDIR(target.mode):
-            raise IsADirectory("a file cannot replace a directory")
-
-    def _add(
-        self,
-        directory: InodeRow,
-        name: bytes,
-        mode: int,
-        caller: Caller,
-        *,
-        rdev: int = 0,
-        size: int = 0,
-        target: bytes | None = None,
-        image: ImageId | None = None,
-        dirty: int = 0,
-    ) -> Inode:
-        now_ns, stamp = time.time_ns(), self.store.clock.tick()
-        ino = self._names.add_inode(
-            mode=mode,
-            uid=caller.uid,
-            gid=directory.gid if directory.mode & stat.S_ISGID else caller.gid,
-            now_ns=now_ns,
-            changed=stamp,
-            rdev=rdev,
-            size=size,
-            target=target,
-            image=image,
-            dirty=dirty,
-        )
-        self._names.bind(directory.ino, name, ino, stamp)
-        self._names.touch_directory(directory.ino, now_ns, stamp)
-        return ino
-
-    def _unbind(self, parent: Inode, name: bytes, row: InodeRow, now_ns: int) -> None:
-        self._names.unbind(parent, name, self.store.clock.tick(), tombstone=self._keeps_tombstones)
-        if stat.S_ISDIR(row.mode):
-            self._names.update_inode(row.ino, nlink=0, ctime_ns=now_ns)
-            self._count_links(parent, -1)
-        else:
-            self._names.update_inode(row.ino, nlink=row.nlink - 1, ctime_ns=now_ns)
-            if row.nlink > 1:
-                self._names.state_changed(row.ino, self.store.clock.tick())
-
-    def _count_links(self, directory: Inode, change: int) -> None:
-        self._names.update_inode(directory, nlink=self._names.inode(directory).nlink + change)
 
     def _attribute_changed(self, ino: Inode) -> None:
         self._names.update_inode(ino, ctime_ns=time.time_ns())
@@ -646,21 +472,6 @@ class FileSystem:
             self.files.give_back(file)
 
 
-def _after_chown(mode: int) -> int:
-    """*mode* without S_ISUID and, where the group may execute, without S_ISGID."""
-    return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
-
-
 def _check_namespace(name: bytes) -> None:
     if not name.startswith(XATTR_NAMESPACES):
         raise NotSupported(f"attributes like {name!r} are not kept")
-
-
-def _clamped(time_ns: int) -> int:
-    """*time_ns* within the catalog's 63 bits, 1677 to 2262; the kernel clamps likewise where a disk's range ends."""
-    return max(-(1 << 63), min(time_ns, (1 << 63) - 1))
-
-
-def _check_name(name: bytes) -> None:
-    if len(name) > NAME_MAX:
-        raise NameTooLong(f"names have at most {NAME_MAX} bytes, this one {len(name)}")

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import trio
 
+from ckptfs.attributes import SET_ID_BITS
 from ckptfs.encoding.manifest import Content
 from ckptfs.errors import ContentUnavailable, Stale
 from ckptfs.ids import ImageId, Inode
@@ -33,8 +34,6 @@ from ckptfs.local.store import Store
 from ckptfs.spans import Runs, SpanSet
 
 log = logging.getLogger(__name__)
-
-SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
 
 
 class ChangeListener(Protocol):

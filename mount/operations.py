@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import pyfuse3
 from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
+from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.errors import NameMissing
-from ckptfs.filesystem import AttributeChange, Attributes, Caller, FileSystem
+from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 
 from .errnos import replies

@@ -14,9 +14,10 @@ from pathlib import Path
 import trio
 import trio.testing
 
+from ckptfs.attributes import AttributeChange, Caller
 from ckptfs.config import Settings, Tuning
 from ckptfs.errors import IsADirectory
-from ckptfs.filesystem import AttributeChange, Caller, FileSystem
+from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, Inode
 from ckptfs.local.catalog.cuts import Cuts, Unneeded
 from ckptfs.local.catalog.heads import Heads
