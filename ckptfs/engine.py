@@ -97,20 +97,30 @@ class Engine:
         wanted = STATES.index(target)
         if self.replica is None and wanted > STATES.index("sealed"):
             raise RemoteError("this mount has no remote to replicate to: mount with --remote")
+        replica = self.replica if wanted > STATES.index("sealed") else None
+        first = True
         with trio.move_on_after(float("inf") if timeout_s is None else timeout_s):
             while True:
                 changed = self._changed
-                if STATES.index(await self.state_of(ino)) >= wanted:
+                state = await self.state_of(ino)
+                if replica and state == "replicated" and target == "verified":
+                    state = await self._verified(replica, ino)
+                if STATES.index(state) >= wanted:
                     return True
-                if self.replica and wanted > STATES.index("sealed"):
-                    self.replica.cut_now()
-                    if target == "verified":
-                        await self.replica.verify(self._totals.manifests_under(ino))
-                        if STATES.index(await self.state_of(ino)) >= wanted:
-                            return True
+                # Once, and again only when nothing is on its way: others' checkpoints are cut along, whole or not.
+                if replica and state != "writing" and (first or replica.publisher.is_drained):
+                    replica.cut_now()
+                    first = False
                 with trio.move_on_after(1.0):  # a change may come without an event (another writer's head)
                     await changed.wait()
         return False
+
+    async def _verified(self, replica: Replica, ino: Inode) -> str:
+        try:
+            await replica.verify(self._totals.manifests_under(ino))
+        except RemoteError as error:
+            log.info("verifying waits: %s", error)
+        return await self.state_of(ino)
 
     async def publish(self, path: bytes = b"/") -> None:
         """Cut at once; returns when the head with it is acknowledged."""
