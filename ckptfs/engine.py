@@ -40,8 +40,6 @@ class Engine:
         remote: ObjectStore | None,
         *,
         read_only: bool = False,
-        mount_uid: int = 0,
-        mount_gid: int = 0,
     ) -> None:
         self._store = store
         self._totals = Totals(store.catalog)

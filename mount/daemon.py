@@ -78,9 +78,7 @@ class Daemon:
         self._order = order
         self._store = store
         self._settings = store.settings
-        self._engine = Engine(
-            store, remote, read_only=order.read_only, mount_uid=os.geteuid(), mount_gid=os.getegid()
-        )
+        self._engine = Engine(store, remote, read_only=order.read_only)
         self._since_s = time.time()
         self._mounted = False
         self._stopping = False

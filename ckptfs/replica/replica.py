@@ -282,18 +282,22 @@ class Replica:
             await trio.sleep(_RECORD_EVERY_S)
             for image in self.files().sparse_images():
                 if image.unrecorded:
-                    await self.hydrator.record(image)
+                    await self._record(image)
             await self._record_idle()
 
     async def _record_idle(self) -> None:
         while self._idle_images:
             image = self._idle_images.pop()
             try:
-                await self.hydrator.record(image)
-            except OSError as error:
-                log.error("what was fetched into image %016x is not kept: %s", image.id, error)
+                await self._record(image)
             finally:
                 image.close()
+
+    async def _record(self, image: Image) -> None:
+        try:
+            await self.hydrator.record(image)
+        except OSError as error:  # it is fetched again when it is needed
+            log.error("what was fetched into image %016x is not kept: %s", image.id, error)
 
 
 class _MergeNews:
