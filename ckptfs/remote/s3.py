@@ -44,6 +44,10 @@ PAGE = 1000
 """Keys per listing page and per batch of deletions; the most that S3 takes."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
+LARGE_PUT_TIMEOUT_S = 300.0
+"""How long a large PUT may go without an answer once its body was handed over: megabytes of it still lie in socket
+buffers then, of other PUTs too, and leave at the uplink's rate. 4 x 4 MiB in this time are 55 KiB/s."""
+_LARGE_PUT = 1 << 20
 """Longest silence within a request; a store that is slow but moves is given its time."""
 
 _LOADER = botocore.loaders.create_loader()
@@ -112,7 +116,7 @@ class S3Store:
         self._refreshing = threading.Lock()
         self._conditional: bool | None = None  # whether If-None-Match: * is honoured; None until tried
         self._bulk_delete = True  # False once the store refused DeleteObjects
-        self._client, self._on_aws = self._connect(self._environment)
+        self._client, self._patient, self._on_aws = self._connect(self._environment)
 
     @property
     def url(self) -> str:
@@ -134,15 +138,16 @@ class S3Store:
             if any(environment.get(name) for name in _CREDENTIALS):
                 kept = {name: value for name, value in kept.items() if name not in _CREDENTIALS}
             merged = {**kept, **{name: value for name, value in environment.items() if name.startswith("AWS_")}}
-            client, on_aws = self._connect(merged)
+            client, patient, on_aws = self._connect(merged)
             if client.meta.endpoint_url != self._client.meta.endpoint_url:
                 self._conditional, self._bulk_delete = None, True  # another store, with abilities of its own
-            self._client, self._on_aws = client, on_aws
+            self._client, self._patient, self._on_aws = client, patient, on_aws
             self._environment = merged
 
     def close(self) -> None:
         """Close idle connections."""
         self._client.close()
+        self._patient.close()
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> bool:
         check_key(key)
@@ -310,7 +315,8 @@ class S3Store:
         return body, int(span.partition("-")[0]), int(total)
 
     def _call(self, operation: str, key: str, **arguments: Any) -> Any:
-        call = getattr(self._client, operation)
+        is_large = operation == "put_object" and len(arguments["Body"]) > _LARGE_PUT
+        call = getattr(self._patient if is_large else self._client, operation)
         return self._guard(operation.partition("_")[0], key, lambda: call(Bucket=self._bucket, **arguments))
 
     def _guard(self, what: str, key: str, call: Callable[[], Any]) -> Any:
@@ -343,8 +349,8 @@ class S3Store:
             raise RemoteError(f"{where}: no answer ({error})", key=key, temporary=True) from error
         raise RemoteUnusable(f"{where}: {error}. Check the URL and AWS_ENDPOINT_URL.", key=key) from error
 
-    def _connect(self, environment: Mapping[str, str]) -> tuple[S3Client, bool]:
-        """A client for *environment*, and whether it talks to AWS."""
+    def _connect(self, environment: Mapping[str, str]) -> tuple[S3Client, S3Client, bool]:
+        """A client for *environment*, a patient one for large PUTs, and whether they talk to AWS."""
 
         def from_environment(*names: str) -> str | None:
             return next((environment[name] for name in names if environment.get(name)), None)
@@ -365,27 +371,33 @@ class S3Store:
         try:
             region = from_environment("AWS_DEFAULT_REGION", "AWS_REGION") or session.get_config_variable("region")
             style = (session.get_scoped_config().get("s3") or {}).get("addressing_style")
-            client = self._client_for(session, endpoint, region, style)
+            client = self._client_for(session, endpoint, region, style, self._timeouts_s[1])
             if endpoint is None and not _is_aws(client.meta.endpoint_url):  # a profile names another store
                 endpoint = client.meta.endpoint_url
-                client = self._client_for(session, endpoint, region, style)
+                client = self._client_for(session, endpoint, region, style, self._timeouts_s[1])
+            patience_s = max(self._timeouts_s[1], LARGE_PUT_TIMEOUT_S)
+            patient = self._client_for(session, endpoint, region, style, patience_s)
         except _CREDENTIAL_ERRORS as error:
             raise RemoteForbidden(f"{self.url}: {error}. Check AWS_PROFILE and the files in ~/.aws.") from error
         except (boto_errors.BotoCoreError, ValueError) as error:
             raise RemoteUnusable(f"{self.url}: {error}. Check AWS_ENDPOINT_URL and the bucket's name.") from error
-        return client, endpoint is None or _is_aws(endpoint)
+        return client, patient, endpoint is None or _is_aws(endpoint)
 
     def _client_for(
-        self, session: botocore.session.Session, endpoint: str | None, region: str | None, style: Any
+        self,
+        session: botocore.session.Session,
+        endpoint: str | None,
+        region: str | None,
+        style: Any,
+        read_timeout_s: float,
     ) -> S3Client:
         on_aws = endpoint is None or _is_aws(endpoint)
         # A wildcard certificate covers one label only, and a store of one's own seldom has names for its buckets.
         style = style or ("path" if "." in self._bucket or not on_aws else "auto")
         checksums: Any = "when_supported" if on_aws else "when_required"  # many stores refuse AWS's newer checksums
         encrypted = endpoint is None or endpoint.startswith("https:")
-        connect_timeout_s, read_timeout_s = self._timeouts_s
         config = Config(
-            connect_timeout=connect_timeout_s,
+            connect_timeout=self._timeouts_s[0],
             read_timeout=read_timeout_s,
             retries={"total_max_attempts": 1, "mode": "standard"},  # ckptfs.remote.retry does it, and can be cancelled
             max_pool_connections=self._pool_size,

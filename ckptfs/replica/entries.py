@@ -243,6 +243,8 @@ class Entries:
         if (stamp, origin) != (row.stamp, row.origin):
             self.sources.set_row(directory, row.name, row.ino, stamp, origin)
             p.modified.add(directory)
+            if origin is None:
+                p.pending.append((directory, row.name))
         if applied:
             p.modified.add(directory)
         p.weights[directory, row.name] = max(entry_weight(entry), self.row_weight(p, directory, row, local))
@@ -269,6 +271,8 @@ class Entries:
         if row.stamp < other <= own:
             self.sources.set_row(directory, row.name, row.ino, Stamp(own), row.origin)
             p.modified.add(directory)
+            if row.origin is None:  # a cut that has it has another stamp, and does not publish it as it is now
+                p.pending.append((directory, row.name))
 
     def _take_from(self, p: Pass, directory: Inode, entry: Entry, stamp: Stamp, local: InodeRow) -> bool:
         """Free directory *local* from the place it has now; False when it keeps that."""

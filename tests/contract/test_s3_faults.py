@@ -301,3 +301,13 @@ def test_not_s3_at_all(seaweed: Seaweed, s3_proxy: FaultProxy) -> None:
     for endpoint in (s3_proxy.endpoint.replace("http:", "https:"), "http://no-such-host.invalid:1"):
         store = S3Store("bucket", environment=seaweed.environment(endpoint))
         fails(lambda store=store: store.get("k"), RemoteError, temporary=True)  # type: ignore[misc]
+
+
+def test_a_slow_uplink_carries_large_objects(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """What lies in socket buffers leaves at the uplink's rate: the answer may come long after the body was sent."""
+    data = os.urandom(3 << 20)
+    s3_proxy.faults = Faults(methods=PUT, up_bytes_per_s=1 << 20)
+    started = time.monotonic()
+    assert store.put("large", data)
+    assert time.monotonic() - started > 3 * READ_TIMEOUT_S
+    assert store.get("large") == data
