@@ -308,8 +308,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(block[: faults.cut_after - sent])
                 return self._drop()
             self.server.proxy.throttle(faults, changed, down=len(block))
+            self.server.proxy.count(self.command, down=len(block))  # before the client can know of it
             self.wfile.write(b"%x\r\n%b\r\n" % (len(block), block) if chunked else block)
-            self.server.proxy.count(self.command, down=len(block))
             sent += len(block)
         if chunked:
             self.wfile.write(b"0\r\n\r\n")
