@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(150)
 FILES = 12
 SIZE = 3000
 LINK = "newest"
-"""A marker of this name is a symbolic link: looking at it fetches nothing, so what it names is looked at right after."""
+"""A marker of this name is a symbolic link: reading it fetches nothing, so what it names is looked at right after."""
 BUDGET_S = 15.0
 """How long the small versions go on saving."""
 
