@@ -82,9 +82,12 @@ class Conflicts:
 
     def _decide(self, p: Pass, job: Contest, row: BoundRow, local: InodeRow) -> None:
         entry = job.entry
-        floor = None if entry is None or self._concurrent(p, row, entry) else entry.stamp
-        # A directory in `lost` was moved, not removed: the move lost to what was done here.
-        saved = S_ISDIR(local.mode) and (local.ino in p.lost or self._purge(p, local.ino, floor))
+        if not S_ISDIR(local.mode):
+            saved = False
+        elif entry is not None and self._concurrent(p, row, entry):
+            saved = self._has_something(local.ino)
+        else:
+            saved = self._purge(p, local.ino, None if entry is None else entry.stamp)
         if saved and (entry is None or entry.file_id is None or not S_ISDIR(entry.mode)):
             self._entries.restamp(p, job.directory, row, 0 if entry is None else entry_weight(entry))
             return
@@ -164,12 +167,12 @@ class Conflicts:
         """Expand, below both, the directories that have the same name: their entries may have to be joined."""
         if directory == taker:
             return
+        await p.expand(directory)
+        await p.expand(taker)
         for row in self._sources.rows(directory):
             there = self._sources.row(taker, row.name)
             if row.ino is None or there is None or there.ino is None or not self._both_directories(row.ino, there.ino):
                 continue
-            await p.expand(row.ino)
-            await p.expand(there.ino)
             await self._open_common(p, row.ino, there.ino)
 
     def _both_directories(self, one: Inode, other: Inode) -> bool:
@@ -206,11 +209,17 @@ class Conflicts:
         """Whether *row*'s directory was not even known to who removed the name, or gave it to another directory."""
         return (entry.file_id is None or S_ISDIR(entry.mode)) and not p.side.covers(row.origin)
 
+    def _has_something(self, directory: Inode) -> bool:
+        state = self._sources.tree(directory)
+        return state is not None and (not state.expanded or not self._names.is_empty(directory))
+
     def _purge(self, p: Pass, directory: Inode, floor: Stamp | None) -> bool:
         """Remove what goes with *directory*; whether anything in it stays."""
         state = self._sources.tree(directory)
         if state is None:
             return False
+        if directory in p.lost:
+            return True  # moved by the other writer, not removed: that move lost to what was done here
         if not state.expanded:
             return not self._knew_all(p, directory)
         gone = []
