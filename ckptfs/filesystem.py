@@ -130,8 +130,10 @@ class FileSystem:
                 blocks = status.st_blocks
         elif stat.S_ISDIR(row.mode):
             size, blocks = 4096, 8
+        # 1 says "not counted", and keeps find from concluding that there are no subdirectories.
+        nlink = row.nlink if row.expanded or not row.nlink else 1
         return Attributes(
-            row.ino, row.mode, row.nlink, row.uid, row.gid, row.rdev, size, blocks, row.atime_ns, mtime_ns, ctime_ns
+            row.ino, row.mode, nlink, row.uid, row.gid, row.rdev, size, blocks, row.atime_ns, mtime_ns, ctime_ns
         )
 
     def statfs(self) -> os.statvfs_result:
