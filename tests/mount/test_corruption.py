@@ -130,14 +130,14 @@ def check(published: Published, tmp_path: Path, kind: str, key: str, damage: Cal
         if damaged is not None:
             path.write_bytes(damaged)
         with Site(tmp_path, name=f"{damage.__name__}-{kind}", tuning=TINY) as site:
-            site.mount("--remote", published.url, "--read-only")
+            site.mount("--remote", published.url, "--read-only", "--lag", "100ms")
             assert look(site, published) == wanted, (key, damage.__name__)
             assert look(site, published) == wanted, "the second time"
             if wanted:
                 assert key.rpartition("/")[2] in site.log()
             path.write_bytes(data)
             if kind != "head":
-                assert look(site, published) == set(), "healed"
+                until(lambda: look(site, published) == set(), "everything to be readable again", 10)
             site.umount()
     finally:
         path.write_bytes(data)
