@@ -7,7 +7,7 @@ their way end with the old one.
 
 An upload is verified by what the store says about it: on AWS the CRC32 that it computed (an ETag is no MD5 there when
 the bucket encrypts with KMS), elsewhere the ETag when it is the MD5. Either travels with the request too, so that a
-store refuses a body that changed on its way. Bodies are handed to the socket as they are: a pack is not copied.
+store refuses a body that changed on its way. Bodies go to the socket in steps: a pack is not copied whole.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import botocore.session
 import urllib3.exceptions
 from botocore import exceptions as boto_errors
 from botocore.config import Config
+from botocore.handlers import add_expect_header
 from botocore.parsers import ResponseParserError
 
 from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbidden, RemoteUnusable
@@ -151,8 +152,6 @@ class S3Store:
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> bool:
         check_key(key)
-        # A memoryview goes to the socket at once; bytes would go in 16 KiB steps and after "Expect: 100-continue",
-        # which costs a round trip, and a second with stores that do not know it.
         body = memoryview(data).cast("B")
         if not if_absent:
             return self._put(key, body)
@@ -271,11 +270,15 @@ class S3Store:
         """One PUT; whether the store's checksum of it equals ours."""
         if self._on_aws:
             crc32 = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
-            answer = self._call("put_object", key, Key=self._prefix + key, Body=body, ChecksumCRC32=crc32, **condition)
+            answer = self._call(
+                "put_object", key, Key=self._prefix + key, Body=_Body(body), ChecksumCRC32=crc32, **condition
+            )
             return bool(answer.get("ChecksumCRC32") == crc32)
         md5 = hashlib.md5(body, usedforsecurity=False)
         content_md5 = base64.b64encode(md5.digest()).decode()
-        answer = self._call("put_object", key, Key=self._prefix + key, Body=body, ContentMD5=content_md5, **condition)
+        answer = self._call(
+            "put_object", key, Key=self._prefix + key, Body=_Body(body), ContentMD5=content_md5, **condition
+        )
         # Another ETag says nothing: not every store, nor every kind of encryption, makes it the MD5.
         return str(answer.get("ETag", "")).strip('"').lower() == md5.hexdigest()
 
@@ -409,9 +412,38 @@ class S3Store:
             s3={"addressing_style": style, "payload_signing_enabled": not encrypted},
         )
         client = session.create_client("s3", region_name=region or "us-east-1", endpoint_url=endpoint, config=config)
+        # "Expect: 100-continue" costs a round trip, and a second with stores that do not know it.
+        client.meta.events.unregister("before-call.s3", add_expect_header)
         if not on_aws:
             client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
         return cast("S3Client", client)
+
+
+class _Body:
+    """A buffer as a file, so that it goes to the socket in steps.
+
+    The socket's timeout while sending, which is the connect timeout, is for each `sendall` as a whole: in one, 16 MiB
+    would have to leave within seconds, and no slow uplink would ever upload a pack.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, size: int | None = -1) -> bytes:
+        start, end = self._at, len(self._data) if size is None or size < 0 else self._at + size
+        self._at = min(end, len(self._data))
+        return bytes(self._data[start:end])
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        return self._at
 
 
 def _add_md5(params: dict[str, Any], **_: object) -> None:
