@@ -433,10 +433,10 @@ class _Body:
     def __len__(self) -> int:
         return len(self._data)
 
-    def read(self, size: int | None = -1) -> bytes:
+    def read(self, size: int | None = -1) -> memoryview:
         start, end = self._at, len(self._data) if size is None or size < 0 else self._at + size
         self._at = min(end, len(self._data))
-        return bytes(self._data[start:end])
+        return self._data[start:end]
 
     def tell(self) -> int:
         return self._at
