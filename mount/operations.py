@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from .errnos import replies
 log = logging.getLogger(__name__)
 
 _LONG_S = 3600.0
+_KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 BLOCK_BYTES = 128 << 10
 """Buffer that programs should use. Python reads this much after each seek, even for the few bytes of a ZIP record's
 header: with 1 MiB, torch.load(mmap=True) fetched two chunks more for every tensor; smaller ones make buffered writes
@@ -185,7 +187,7 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         fh, attributes = await self._fs.create(Inode(parent_inode), name, mode, flags, _caller(ctx))
         self._content_seen.add(attributes.ino)  # its pages come from this kernel's own writes
-        return FileInfo(fh=fh, keep_cache=True), self._entry(attributes)
+        return FileInfo(fh=fh, keep_cache=True, direct_io=_direct(flags)), self._entry(attributes)
 
     @replies
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
@@ -193,7 +195,7 @@ class Operations(pyfuse3.Operations):
         fh = await self._fs.open(ino, flags, _caller(ctx))
         keep = ino in self._content_seen
         self._content_seen.add(ino)
-        return FileInfo(fh=fh, keep_cache=keep)
+        return FileInfo(fh=fh, keep_cache=keep, direct_io=_direct(flags))
 
     @replies
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -281,6 +283,16 @@ class Operations(pyfuse3.Operations):
         if pin:
             self._fs.pin(attributes.ino)
         return self._attributes(attributes)
+
+
+def _direct(flags: int) -> bool:
+    """Whether the bytes of a handle bypass the kernel's page cache of the mount: those that only write do.
+
+    They are in the image's page cache anyway; a second copy cost half of the speed (np.save of 1 GiB 0.8 instead of
+    1.5 GB/s). A handle that also reads may be mapped, which direct I/O forbids. Before Linux 6.6 a direct write left
+    pages that others had cached as they were.
+    """
+    return _KERNEL >= (6, 6) and flags & os.O_ACCMODE == os.O_WRONLY
 
 
 def _caller(ctx: RequestContext) -> Caller:
