@@ -56,13 +56,20 @@ class BuiltTrees:
         return self.trees[ROOT_INODE]
 
 
-def files_in_order(cuts: Cuts, cut: int) -> Iterator[CutFile]:
-    """Files of the cut that are not published, each version once, in path order. Reads the catalog as it goes."""
+def files_in_order(
+    cuts: Cuts, cut: int, leaves_out: Callable[[Inode], bool] = lambda directory: False
+) -> Iterator[CutFile]:
+    """Files of the cut that are not published, each version once, in the order of `Cuts.files`.
+
+    Reads the catalog as it goes; *leaves_out* takes a directory that need not be sent any more out of the cut.
+    """
     seen: set[int] = set()
     pending: list[Iterator[tuple[bytes, Inode, CutFile | None]]] = [iter(cuts.files(cut, ROOT_INODE))]
     while pending:
         for _, ino, file in pending[-1]:
             if file is None:
+                if leaves_out(ino):
+                    continue
                 pending.append(iter(cuts.files(cut, ino)))
                 break
             if file.manifest not in seen:

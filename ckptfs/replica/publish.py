@@ -299,12 +299,21 @@ class Publisher:
         await self._look_for_packs()
         await self._indexes.learn()
         pending_bytes = self._cuts.unpublished_bytes(cut.id)
-        await self._uploader.upload(files_in_order(self._cuts, cut.id), pending_bytes)
+        files = files_in_order(self._cuts, cut.id, lambda directory: self._leaves_out(cut, directory))
+        await self._uploader.upload(files, pending_bytes)
         await self._put_manifests(cut)
         async with self._puts() as puts:
             built = await self._trees.build(cut.id, puts.put)
         await self._look_for_packs()
         return await self._commit_head(cut, built)
+
+    def _leaves_out(self, cut: CutRow, directory: Inode) -> bool:
+        """Whether *directory* was rotated away before it was sent, and need not be sent any more."""
+        gone = self._cuts.leave_out_removed(cut.id, directory)
+        if gone is None:
+            return False
+        self.released(gone)
+        return True
 
     def _puts(self) -> Puts:
         return Puts(self._remote, self._done, self._store.settings.tuning.upload_threads, self._count_put)

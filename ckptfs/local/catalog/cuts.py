@@ -247,14 +247,16 @@ class Cuts:
         return int(row[0])
 
     def files(self, cut: int, directory: Inode) -> list[tuple[bytes, Inode, CutFile | None]]:
-        """(name, inode, file) of what matters for uploading in *directory*, by name: unpublished files, directories."""
+        """(name, inode, file) of what matters for uploading in *directory*: its unpublished files by name, then
+        directories, the one that was changed last first: with a backlog it is the one that will not be rotated away."""
         return [
             (row[0], Inode(row[1]), CutFile(row[2], row[3]) if row[2] is not None else None)
             for row in self._db.execute(
                 "SELECT c.name, c.ino, c.manifest, c.image FROM cut_entry c LEFT JOIN manifest m ON m.id = c.manifest"
                 " WHERE c.cut = ? AND c.dir = ? AND c.kept = 0 AND ("
                 " (c.manifest IS NOT NULL AND m.digest IS NULL)"
-                " OR EXISTS (SELECT 1 FROM cut_dir WHERE cut = c.cut AND dir = c.ino)) ORDER BY c.name",
+                " OR EXISTS (SELECT 1 FROM cut_dir WHERE cut = c.cut AND dir = c.ino))"
+                " ORDER BY c.manifest IS NULL, CASE WHEN c.manifest IS NULL THEN -c.mtime_ns END, c.name",
                 (cut, directory),
             )
         ]
@@ -311,6 +313,41 @@ class Cuts:
                 (CHANGED, image),
             )
             db.execute("UPDATE cut_entry SET kept = 1, image = NULL WHERE image = ? AND manifest IS NULL", (image,))
+
+    def leave_out_removed(self, cut: int, directory: Inode) -> Unneeded | None:
+        """Take *directory* out of *cut* when it was removed here since and nobody ever saw it; None when it stays.
+
+        Its bytes need not be sent then. Only a directory whose parent was published before, or lies in the root, goes:
+        a part of what is new as a whole must not be missing from it while the rest is still being removed.
+        """
+        with self._catalog.transaction() as db:
+            row = db.execute(
+                "SELECT e.dir = ?3 OR parent.tree IS NOT NULL FROM cut_dir d"
+                " JOIN cut_entry e ON e.cut = d.cut AND e.ino = d.dir"
+                " JOIN cut_dir parent ON parent.cut = d.cut AND parent.dir = e.dir"
+                " WHERE d.cut = ?1 AND d.dir = ?2 AND d.tree IS NULL"
+                " AND NOT EXISTS (SELECT 1 FROM dirent WHERE ino = ?2)",
+                (cut, directory, ROOT_INODE),
+            ).fetchone()
+            if row is None or not row[0]:
+                return None
+            gone = Unneeded()
+            below = [directory]
+            while below:
+                each = below.pop()
+                for ino, image, manifest in db.execute(
+                    "SELECT ino, image, manifest FROM cut_entry WHERE cut = ? AND dir = ?", (cut, each)
+                ).fetchall():
+                    if image is not None:
+                        gone.images.add(ImageId(image))
+                    if manifest is not None:
+                        gone.manifests.add(manifest)
+                    elif ino is not None:
+                        below.append(Inode(ino))
+                db.execute("DELETE FROM cut_entry WHERE cut = ? AND dir = ?", (cut, each))
+                db.execute("DELETE FROM cut_dir WHERE cut = ? AND dir = ?", (cut, each))
+            db.execute("DELETE FROM cut_entry WHERE cut = ? AND ino = ?", (cut, directory))
+            return gone
 
     def refuse(self, manifest: int) -> list[ImageId]:
         """The bytes of *manifest* are not what was sealed: whoever has it is unsealed; returns images to seal again.
