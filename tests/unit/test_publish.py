@@ -68,6 +68,28 @@ def test_second_publication_sends_only_what_changed(tmp_path: Path) -> None:
     assert restore(tmp_path / "remote", tmp_path / "out") == {"a": frozen, "b": frozen, "c": moving}
 
 
+def test_what_was_rotated_away_is_not_sent(tmp_path: Path) -> None:
+    """A checkpoint that is removed after the cut, before it was sent, is neither sent nor published; what is left is."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+    numbers = random.Random(3)
+    old, new = numbers.randbytes(30000), numbers.randbytes(30000)
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            for name, data in (("step-1", old), ("step-2", new)):
+                await here.mkdir(name)
+                await here.write(f"{name}/weights", data)
+            assert here.settler.cut_now()
+            await here.unlink("step-1/weights")
+            await here.rmdir("step-1")
+            assert here.publisher is not None
+            await here.publisher.drained()
+            assert restore(tmp_path / "remote", tmp_path / "out") == {"step-2": None, "step-2/weights": new}
+            assert here.publisher.counters.raw_bytes == len(new)
+
+    run(test)
+
+
 def test_restart_goes_on(tmp_path: Path) -> None:
     """A store that is opened again publishes on top of what it published, with the next sequence."""
     remote = DirectoryStore(str(tmp_path / "remote"))
