@@ -22,6 +22,7 @@ import logging.handlers
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -172,13 +173,18 @@ class Daemon:
         self._mounted = True
 
     async def _announce(self, reporter: Reporter) -> None:
-        """Say ready once the kernel has an answer from us."""
+        """Say ready once the kernel has an answer from us.
+
+        Another process asks. A thread of ours that waits for our own answer when we are killed would wait for ever: it
+        keeps the connection open that would have to close, and the mount could neither be used nor unmounted.
+        """
+        command = ["stat", "--dereference", "--format=%d", "--", self._order.mountpoint]
         try:
             with trio.fail_after(_FIRST_ANSWER_S):
-                status = await trio.to_thread.run_sync(os.stat, self._order.mountpoint, abandon_on_cancel=True)
-        except (OSError, trio.TooSlowError) as error:
+                answer = await trio.run_process(command, capture_stdout=True, capture_stderr=True)
+        except (OSError, subprocess.CalledProcessError, trio.TooSlowError) as error:
             raise MountError(f"{self._order.mountpoint} was mounted, but does not answer ({error})") from error
-        raise_read_ahead(status.st_dev)
+        raise_read_ahead(int(answer.stdout))
         log.info("mounted %s, remote %s", self._order.mountpoint, self._settings.remote)
         reporter.ready(self._settings.remote)
         self.announced = True

@@ -356,3 +356,17 @@ def test_umount_streams_and_leaves_while_others_ask(site: Site) -> None:
         thread.join(COMMAND_S)
     assert errors == []
     assert not is_mounted(site.mountpoint)
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_killed_at_the_moment_it_mounts(site: Site, attempt: int) -> None:
+    """A daemon that is killed while it finds out whether its mount answers leaves a dead mount, not a stuck one."""
+    with site.spawn("mount", str(site.mountpoint), "--store", str(site.store)) as command:
+        until(lambda: is_mounted(site.mountpoint), "the mount")
+        site.kill()
+        command.wait(30)
+        assert command.stdout is not None
+        command.stdout.read()
+    site.mount()
+    (site.mountpoint / "file").write_bytes(b"after")
+    site.umount()
