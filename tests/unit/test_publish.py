@@ -69,7 +69,7 @@ def test_second_publication_sends_only_what_changed(tmp_path: Path) -> None:
 
 
 def test_what_was_rotated_away_is_not_sent(tmp_path: Path) -> None:
-    """A checkpoint that is removed after the cut, before it was sent, is neither sent nor published; what is left is."""
+    """A checkpoint that is removed after the cut and before it was sent is not sent and not published; the rest is."""
     remote = DirectoryStore(str(tmp_path / "remote"))
     numbers = random.Random(3)
     old, new = numbers.randbytes(30000), numbers.randbytes(30000)
