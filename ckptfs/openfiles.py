@@ -80,7 +80,6 @@ class OpenFile:
     """Changed since the last writer count went up from 0."""
     lowest_write: int | None = None
     """Smallest offset changed since a log's last seal; None when nothing was."""
-    written_bytes: int = 0
     fsynced_at: float | None = None
     opened_for_write_at: float = 0.0
     new: bool = False
@@ -244,7 +243,7 @@ class OpenFiles:
                 if not written:
                     raise
                 break  # a short write, as of any disk that became full; the next one says why
-        self._wrote(file, offset, written)
+        self._wrote(file, offset)
         if not handle.privileged:
             self.drop_set_id(file.ino)
         return written
@@ -255,7 +254,7 @@ class OpenFiles:
             await self._unseal(file)
             os.ftruncate(file.image.fd, size)
         self._changing(file)
-        self._wrote(file, size, 0)
+        self._wrote(file, size)
         if not privileged:
             self.drop_set_id(file.ino)
 
@@ -419,10 +418,9 @@ class OpenFiles:
             self._store.names.state_changed(file.ino, self._store.clock.tick())
             self._listener.writing(file.ino, file.new)
 
-    def _wrote(self, file: OpenFile, offset: int, length: int) -> None:
+    def _wrote(self, file: OpenFile, offset: int) -> None:
         self._written[file.image.id] += 1
         self._store.sync.wrote(file.image.id)
-        file.written_bytes += length
         if file.lowest_write is None or offset < file.lowest_write:
             file.lowest_write = offset
 

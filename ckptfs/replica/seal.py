@@ -72,10 +72,6 @@ class Sealer:
     def idle(self) -> bool:
         return not self._queue and not self._busy
 
-    @property
-    def backlog(self) -> int:
-        return len(self._queue) + len(self._busy)
-
     async def run(self) -> None:
         """Seal what is submitted, beginning with what an earlier stop left unsealed, until cancelled."""
         for image in self._store.contents.unsealed_images():

@@ -215,12 +215,6 @@ class Settler:
         self._take(now, incomplete=not whole, incomplete_sets=incomplete)
         return True
 
-    def waits_for(self) -> tuple[list[Inode], list[Inode]]:
-        """(unfinished files, incomplete sets) that hold a cut back now, for status."""
-        now = trio.current_time()
-        files = [ino for ino, file in self._open.items() if self._holds_back(ino, file, now)]
-        return files, sorted(self._incomplete_sets())
-
     # Running
 
     def load(self) -> None:
