@@ -356,9 +356,13 @@ class FileSystem:
     # Within
 
     async def _look(self, directory: Inode) -> None:
-        if self._tree is not None:
-            await self._tree.fresh(waiting=time.monotonic() - self._changed_at > 5.0)
-            await self._expand(self._names.inode(directory))
+        if self._tree is None:
+            return
+        waiting = time.monotonic() - self._changed_at > 5.0
+        await self._tree.fresh(waiting=waiting)
+        if not self._names.inode(directory).expanded:
+            await self._tree.expand(directory)
+            await self._tree.fresh(waiting=waiting)  # others went on meanwhile, and may be halfway
 
     async def _expand(self, row: InodeRow) -> None:
         if not row.expanded and self._tree is not None:

@@ -113,7 +113,8 @@ class Merger:
 
     async def whole(self) -> None:
         """Return when the tree is not halfway between two heads: nobody who looks is to see that."""
-        await self._whole.wait()
+        while not self._whole.is_set():  # it may be halfway to the next one when we run again
+            await self._whole.wait()
 
     @property
     def behind(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from ckptfs.encoding.keys import tree_key
 from ckptfs.errors import ContentUnavailable, NameMissing
@@ -385,6 +386,28 @@ def test_a_failure_halfway_is_made_up_for(world: World) -> None:
         await world.b.follow()
         assert await world.b.view() == await world.a.view()
         assert world.b.followed.newest()[world.a.writer] == head.seq
+
+    run(test)
+
+
+def test_who_waits_for_a_whole_tree_never_runs_halfway(world: World) -> None:
+    """Also when the next head is begun before who waited for the last one runs."""
+
+    async def test() -> None:
+        merger, seen = world.b.merger, []
+
+        async def look() -> None:
+            await merger.whole()
+            seen.append(merger.is_halfway)
+
+        async with trio.open_nursery() as nursery:
+            with merger._halfway():
+                nursery.start_soon(look)
+                await trio.testing.wait_all_tasks_blocked()
+            with merger._halfway():
+                await trio.testing.wait_all_tasks_blocked()
+                assert seen == []
+        assert seen == [False]
 
     run(test)
 
