@@ -27,7 +27,7 @@ class Tuning:
     of so many takes about 150 MiB to decode and use. Files of up to 8 GiB are cut at `cdc_bytes`."""
     pack_bytes: int = 16 * MIB
     """Encoded bytes per pack: large enough that a PUT's latency is small beside its transfer."""
-    pack_bytes_large: int = 64 * MIB
+    pack_bytes_large: int = 32 * MIB
     """The same when more than `large_after_bytes` is pending; fewer requests."""
     large_after_bytes: int = 4096 * MIB
     inline_bytes: int = 3 * KIB
@@ -35,7 +35,9 @@ class Tuning:
     tree_entries: int = 4096
     """Entries per tree object before it is split."""
     upload_threads: int = 4
-    """Packs on their way at once; each costs up to `pack_bytes` of memory twice."""
+    """Packs on their way at once ..."""
+    upload_bytes: int = 96 * MIB
+    """... and the bytes in them, at most: a third of what the daemon may take."""
     encode_threads: int = 2
     fetch_threads: int = 12
     """Range requests at once while reading from the remote."""

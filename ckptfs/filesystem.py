@@ -115,6 +115,8 @@ class FileSystem:
         row = self._names.inode(ino)
         if row.target is None:
             raise InvalidArgument(f"inode {ino} is not a symbolic link")
+        if self._tree is not None:
+            self.check_named(ino)  # a marker that was replaced elsewhere must not name what was removed since
         return row.target
 
     def attributes(self, row: InodeRow) -> Attributes:

@@ -172,12 +172,13 @@ class Uploader:
         file's bytes are not what was sealed and OSError of the local disk.
         """
         large = pending_bytes > self._tuning.large_after_bytes
-        plan = PackPlan(self._tuning.pack_bytes_large if large else self._tuning.pack_bytes)
+        pack_bytes = self._tuning.pack_bytes_large if large else self._tuning.pack_bytes
+        plan = PackPlan(pack_bytes)
         failures: list[Exception] = []
         on_its_way: set[ChunkId] = set()
         send, receive = trio.open_memory_channel[list[Needed]](0)
         async with trio.open_nursery() as nursery:
-            for _ in range(self._tuning.upload_threads):
+            for _ in range(max(1, min(self._tuning.upload_threads, self._tuning.upload_bytes // pack_bytes))):
                 nursery.start_soon(self._work, receive.clone(), on_its_way, failures)
             receive.close()
             async with send:

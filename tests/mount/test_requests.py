@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.machines import Machines
-from tests.support.mounts import Site
+from tests.support.mounts import Site, until
 from tests.support.proxy import FaultProxy
 
 pytestmark = pytest.mark.timeout(150)
@@ -100,6 +100,7 @@ def watch_idle(machines: Machines, seconds: float, at_most: int, *options: str) 
         each.mount("--remote", machines.url, *options)
     (site.mountpoint / "file").write_bytes(b"1" * 1000)
     replicated(site)
+    until((other.mountpoint / "file").exists, "the file on the other machine")
     assert (other.mountpoint / "file").read_bytes() == b"1" * 1000
     time.sleep(1)  # what the last look started
     way.reset()
