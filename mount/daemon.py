@@ -14,6 +14,7 @@ However it ends, the store is left clean and the log says what is safe and what 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import faulthandler
 import gc
@@ -66,6 +67,8 @@ _REMOTE_CHECK = Limits(0.5, 4.0, attempts=4, deadline_s=30.0)  # then a remote c
 _FIRST_ANSWER_S = 30.0  # from mount(2) to the first answered stat
 _HANDLERS_END_S = 5.0  # requests still being served when the loop is told to end; then they are cancelled
 _COLLECT_AFTER = (2000, 10, 500)  # a full round after 10 million containers more; a middle one takes 3 ms
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_LARGE_BYTES = 8 << 20  # packs; chunks, which are smaller, are better kept for the next
 _ANSWERS_S = 10.0  # for control clients to read the summary
 
 class Daemon:
@@ -305,6 +308,7 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
         reporter.error(_one_line(error))
         return 1
     _calm_collector()
+    _give_memory_back()
     try:
         trio.run(daemon.run, reporter, strict_exception_groups=True)
     except BaseException as error:
@@ -328,6 +332,18 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()  # what was imported stays
     gc.set_threshold(*_COLLECT_AFTER)
+
+
+def _give_memory_back() -> None:
+    """Let large buffers go to the kernel when they are freed.
+
+    glibc raises the size from which they do up to 32 MiB as they come and go, and keeps smaller ones in the arenas of
+    whichever threads had them: after 6 GiB were uploaded, 265 MiB of nothing, instead of 51.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    except AttributeError:
+        pass  # another C library, with habits of its own
 
 
 def _settle(store: Store, order: Order) -> ObjectStore | None:
