@@ -65,6 +65,8 @@ class Settings:
     owner: str = "mine"
     """'mine', 'stored' or 'UID:GID'; see `ckptfs mount --help`."""
     allow_other: bool = False
+    passthrough: str = "auto"
+    """Whether the kernel reads and writes images itself: 'auto', 'on' (or do not mount) or 'off'."""
     settle_s: float = 5.0
     """Unrecognised layouts: publish after this long without a name created, renamed or removed."""
     lag_s: float = 2.0

@@ -72,7 +72,9 @@ class Engine:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Background services until cancelled; then whatever was written is flushed."""
         try:
+            self.filesystem.files.presume_held()
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.filesystem.files.held.run)
                 nursery.start_soon(self._store.sync.run, self._store.settings.tuning.sync_every_s)
                 nursery.start_soon(self._checkpoints)
                 nursery.start_soon(self.sealer.run)
@@ -147,7 +149,7 @@ class Engine:
 
     def writers_open(self) -> int:
         """How many files are open for writing."""
-        return sum(1 for file in self.filesystem.files.files() if file.writers)
+        return sum(1 for file in self.filesystem.files.files() if file.writers or file.held)
 
     def progress(self) -> Progress:
         """What is pending now."""

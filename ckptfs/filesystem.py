@@ -30,12 +30,13 @@ from ckptfs.errors import (
     ReadOnly,
     Stale,
 )
+from ckptfs.handles import ByteSource, ChangeListener, NoListener, OpenFile
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
 from ckptfs.naming import NAME_MAX, Naming, check_name
-from ckptfs.openfiles import ByteSource, ChangeListener, NoListener, OpenFile, OpenFiles
+from ckptfs.openfiles import OpenFiles
 from ckptfs.replica.logs import OpenLog
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class FileSystem:
         self._changed_at = -1e9
         self._naming = Naming(store, tombstones=tree is not None)
         self.files = OpenFiles(store, self._listener, source)
+        self.files.on_freed = self.purge_if_gone
 
     # Looking
 
@@ -432,10 +434,13 @@ class FileSystem:
 
     def open_logs(self) -> list[OpenLog]:
         """Files that are open and changed, as sealing of logs looks at them."""
+        self.files.look()
         return [
-            OpenLog(file.ino, file.image.id, file.opened_for_write_at, file.fsynced_at, file.lowest_write)
+            OpenLog(
+                file.ino, file.image.id, file.opened_for_write_at, file.fsynced_at, file.lowest_write, file.unwatched
+            )
             for file in self.files.files()
-            if file.modified and file.writers
+            if file.modified and (file.writers or file.held)
         ]
 
     def forget_writes(self, ino: Inode) -> None:

@@ -7,6 +7,10 @@ One `OpenFile` per inode however often it is open. The rules (design.md section 
   image, and its rows are removed durably before the first byte is let through.
 - Truncation to nothing by the only opener takes a new image instead; the old one lives while a cut needs it.
 - When the last writer closes a changed file, it is stamped and handed to sealing.
+- Where the kernel can, it reads and writes whole images itself from open to close (passthrough). Then we are not told
+  of writes: a file is un-sealed, and counts as changed, when it is opened for writing; a sealed one that nobody has
+  open is served by us instead, so that opening alone changes nothing. The first open decides for all until the last
+  close. The last writer is gone when nobody can write the image any more, by map or descriptor (`held`).
 
 Who calls: the event loop's thread. Reads and writes of local bytes happen in the handler (a thread hop costs more than
 the copy); whatever may wait for the disk or the remote is awaited. `OpenFile.lock` serialises un-sealing.
@@ -20,87 +24,20 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import trio
 
 from ckptfs.attributes import SET_ID_BITS
 from ckptfs.encoding.manifest import Content
 from ckptfs.errors import ContentUnavailable, Stale
+from ckptfs.handles import Backing, ByteSource, ChangeListener, Handle, OpenFile
+from ckptfs.held import HeldFiles, is_free
 from ckptfs.ids import ImageId, Inode
 from ckptfs.local.images import Image, copy_data
 from ckptfs.local.store import Store
-from ckptfs.spans import Runs, SpanSet
+from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
-
-
-class ChangeListener(Protocol):
-    """Who wants to know of every change made here; called on the loop after the commit (settling does)."""
-
-    def entry_changed(self, parent: Inode, name: bytes) -> None: ...
-    def writing(self, ino: Inode, new: bool) -> None: ...
-    def grew(self, ino: Inode) -> None: ...
-    def closed(self, ino: Inode) -> None: ...
-    def attributes_changed(self, ino: Inode) -> None: ...
-
-
-class ByteSource(Protocol):
-    """Where bytes that are not in an image come from (the hydrator)."""
-
-    async def content(self, manifest_row: int) -> Content: ...
-    async def ensure(self, image: Image, content: Content, start: int, end: int) -> None: ...
-    async def read(self, image: Image, content: Content, start: int, end: int) -> bytes: ...
-    def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None: ...
-    async def record(self, image: Image) -> None: ...
-
-
-class NoListener:
-    """For a mount without a remote."""
-
-    def entry_changed(self, parent: Inode, name: bytes) -> None: ...
-    def writing(self, ino: Inode, new: bool) -> None: ...
-    def grew(self, ino: Inode) -> None: ...
-    def closed(self, ino: Inode) -> None: ...
-    def attributes_changed(self, ino: Inode) -> None: ...
-
-
-@dataclass
-class OpenFile:
-    """An inode that is open. `image` changes only under `lock`."""
-
-    ino: Inode
-    image: Image
-    manifest: int | None
-    content: Content | None = None
-    readers: int = 0
-    writers: int = 0
-    modified: bool = False
-    """Changed since the last writer count went up from 0."""
-    lowest_write: int | None = None
-    """Smallest offset changed since a log's last seal; None when nothing was."""
-    fsynced_at: float | None = None
-    opened_for_write_at: float = 0.0
-    new: bool = False
-    """Created by the open that is going on: nothing of it was ever closed."""
-    detached: bool = False
-    """Its names belong to another inode, with other content, by now."""
-    lock: trio.Lock = field(default_factory=trio.Lock)
-
-
-@dataclass
-class Handle:
-    """One open(): what it may do, and what its last reads were."""
-
-    file: OpenFile
-    flags: int
-    privileged: bool
-    runs: Runs = field(default_factory=Runs)
-
-    @property
-    def writes(self) -> bool:
-        return self.flags & os.O_ACCMODE != os.O_RDONLY
 
 
 class OpenFiles:
@@ -115,10 +52,15 @@ class OpenFiles:
         self._next_handle = 1
         self._by_image: dict[ImageId, OpenFile] = {}
         self._written: Counter[ImageId] = Counter()
+        self.held = HeldFiles(self._freed)
+        self.backing: Backing | None = None
+        """Set by who mounts, when the kernel can serve images itself."""
         self.on_closed: Callable[[ImageId], None] = lambda image: None
         """Called when the last writer of a changed file closed it: time to seal."""
         self.on_idle: Callable[[Image], None] = lambda image: image.close()
         """Takes over an image that nobody has open, but whose fetched chunks are not recorded yet; closes it."""
+        self.on_freed: Callable[[Inode], None] = lambda ino: None
+        """Called when a file that was held, and that nobody has open, is free."""
 
     # What others ask
 
@@ -140,7 +82,7 @@ class OpenFiles:
 
     def is_being_written(self, image: ImageId) -> bool:
         file = self._by_image.get(image)
-        return file is not None and (file.lock.locked() or (file.writers > 0 and file.modified))
+        return file is not None and file.in_use
 
     def sealed(self, image: ImageId, manifest: int) -> None:
         """*image* has a manifest now: whoever has it open must un-seal it before the next change."""
@@ -148,6 +90,11 @@ class OpenFiles:
         if file is not None:
             file.manifest = manifest
         self._written.pop(image, None)
+
+    def is_unwatched(self, ino: Inode) -> bool:
+        """Whether size and times of *ino* can change without our being told."""
+        file = self._files.get(ino)
+        return file is not None and file.unwatched and file.modified
 
     def forget_image(self, image: ImageId) -> None:
         self._written.pop(image, None)
@@ -159,6 +106,7 @@ class OpenFiles:
         file = OpenFile(ino, image, None, new=True, modified=True)  # its row has the stamp of its creation
         self._files[ino] = file
         self._by_image[image.id] = file
+        self._serve(file, writes=True)
         fh = self._add_handle(file, flags, privileged)
         self._listener.writing(ino, True)
         return fh
@@ -171,9 +119,15 @@ class OpenFiles:
         if flags & os.O_TRUNC:
             self._start_over(ino)
         file = await self._acquire(ino)
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
         try:
+            if not file.readers and not file.writers and file.backing is None and not file.lock.locked():
+                self._serve(file, writes=writes)
             if flags & os.O_TRUNC:  # with O_RDONLY too, as on Linux' own file systems
                 await self.truncate(file, 0, privileged=privileged)
+            elif writes and file.backing is not None:
+                await self._begin_change(file)  # the kernel will not tell when
+                self._written[file.image.id] += 1
             self.check_poison(file)
         except BaseException:
             self._drop_if_idle(file)
@@ -186,8 +140,7 @@ class OpenFiles:
         file = handle.file
         if handle.writes:
             file.writers -= 1
-            if not file.writers and file.modified:
-                self._finish_writing(file)
+            self._writer_gone(file)
         else:
             file.readers -= 1
         self._drop_if_idle(file)
@@ -203,9 +156,34 @@ class OpenFiles:
 
     def give_back(self, file: OpenFile) -> None:
         file.readers -= 1
-        if not file.writers and file.modified:
-            self._finish_writing(file)
+        self._writer_gone(file)
         self._drop_if_idle(file)
+
+    def presume_held(self) -> None:
+        """Find the files that a program which survived our predecessor can still write. Call before sealing begins."""
+        for image in self._store.contents.unsealed_images():
+            ino = self._store.contents.inode_of_image(image)
+            try:
+                opened = Image(image, self._store.images.open(image))
+            except FileNotFoundError:
+                continue
+            if ino is None or is_free(opened):
+                opened.close()
+                continue
+            log.info("inode %d is still being written by a program that the last daemon served", ino)
+            file = OpenFile(ino, opened, None, modified=True, opened_for_write_at=trio.current_time())
+            self._files[ino] = self._by_image[image] = file
+            self.held.add(file)
+            self._listener.writing(ino, False)
+
+    def look(self) -> None:
+        """See which files were written without our being told."""
+        for file in self._files.values():
+            if file.unwatched and file.modified:
+                status = os.fstat(file.image.fd)
+                now = status.st_size, status.st_ctime_ns
+                if now != file.seen:
+                    file.seen, file.lowest_write = now, 0
 
     # Bytes
 
@@ -252,7 +230,7 @@ class OpenFiles:
         """Set the size; bytes that appear are zeros."""
         async with file.lock:
             await self._unseal(file)
-            os.ftruncate(file.image.fd, size)
+            os.truncate(self._store.images.path(file.image.id), size)
         self._changing(file)
         self._wrote(file, size)
         if not privileged:
@@ -320,13 +298,35 @@ class OpenFiles:
             if content.chunks:
                 image.present = SpanSet(content.holes)
             return image
-        image = Image(image_id, self._store.images.open(image_id))
+        image = Image(image_id, self._store.images.open(image_id, writing=True))
         if manifest is not None and not self._store.contents.image_is_whole(image_id):
             assert content is not None
             image.present = SpanSet(content.holes)
             for offset, length in self._store.contents.locations_in(image_id):
                 image.present.add(offset, offset + length)
         return image
+
+    def _serve(self, file: OpenFile, *, writes: bool) -> None:
+        """Before the first open of a file: let the kernel serve its image, or see that we can."""
+        image = file.image
+        sealed_for_writing = writes and file.manifest is not None
+        if self.backing is not None and image.whole and not sealed_for_writing:
+            fd = self._store.images.open(image.id)
+            file.backing = self.backing.open(fd)
+            if file.backing is not None:
+                image.exchange(fd)
+                return
+            os.close(fd)
+        if file.held:
+            image.exchange(self._store.images.open(image.id, writing=True))
+
+    def _end_service(self, file: OpenFile) -> None:
+        """After the last close."""
+        if file.backing is not None and self.backing is not None:
+            self.backing.close(file.backing)
+            file.backing = None
+        elif file.held:
+            file.image.exchange(self._store.images.open(file.image.id))
 
     def _add_handle(self, file: OpenFile, flags: int, privileged: bool) -> int:
         fh = self._next_handle
@@ -424,7 +424,25 @@ class OpenFiles:
         if file.lowest_write is None or offset < file.lowest_write:
             file.lowest_write = offset
 
+    def _writer_gone(self, file: OpenFile) -> None:
+        """One writer less: the content is whole when it was the last."""
+        if file.writers or not file.modified:
+            return
+        if file.backing is not None and not is_free(file.image):
+            self.held.add(file)
+        if not file.held:
+            self._finish_writing(file)
+
+    def _freed(self, file: OpenFile) -> None:
+        """Nobody can write the image of a held file any more."""
+        self._writer_gone(file)
+        self._drop_if_idle(file)
+        self.on_freed(file.ino)
+
     def _finish_writing(self, file: OpenFile) -> None:
+        if file.seen or file.backing is not None:
+            self._store.sync.wrote(file.image.id)
+        file.seen = None
         file.modified = file.new = False
         file.lowest_write = None
         try:
@@ -438,6 +456,9 @@ class OpenFiles:
         if file.readers or file.writers or file.lock.locked():
             return
         if self._files.get(file.ino) is not file:
+            return
+        self._end_service(file)
+        if file.held:
             return
         if file.modified:
             self._finish_writing(file)

@@ -2,3 +2,5 @@
 
 Everything a file operation means, and everything that is kept or sent, is in the library `ckptfs`.
 """
+
+from . import native as native  # before pyfuse3

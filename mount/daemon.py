@@ -48,6 +48,7 @@ from .control import ControlServer
 from .mountpoint import raise_read_ahead
 from .operations import MountOptions, Operations
 from .order import EXIT_PENDING, LOG_NAME, Order, Reporter
+from .passthrough import Passthrough
 from .requests import Requests
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Daemon:
         self._store = store
         self._settings = store.settings
         self._engine = Engine(store, remote, read_only=order.read_only)
+        self._passthrough = Passthrough(store.settings.passthrough, store.images.directory)
         self._since_s = time.time()
         self._mounted = False
         self._stopping = False
@@ -103,6 +105,7 @@ class Daemon:
             "stopping": self._stopping,
             "read_only": self._order.read_only,
             "remote": self._settings.remote,
+            "passthrough": self._passthrough.describe(),
         }
 
     def waive_drain(self) -> None:
@@ -166,6 +169,8 @@ class Daemon:
         )
         if self._engine.replica is not None:
             self._engine.replica.on_remote_change = operations.content_changed
+        self._passthrough.prepare()
+        self._engine.filesystem.files.backing = self._passthrough
         try:
             pyfuse3.init(operations, self._order.mountpoint, options)
         except RuntimeError as error:
@@ -187,6 +192,7 @@ class Daemon:
                 answer = await trio.run_process(command, capture_stdout=True, capture_stderr=True)
         except (OSError, subprocess.CalledProcessError, trio.TooSlowError) as error:
             raise MountError(f"{self._order.mountpoint} was mounted, but does not answer ({error})") from error
+        self._passthrough.check()
         raise_read_ahead(int(answer.stdout))
         log.info("mounted %s, remote %s", self._order.mountpoint, self._settings.remote)
         reporter.ready(self._settings.remote)
@@ -292,6 +298,7 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
     os.chdir("/")  # never keep a directory, least of all our own mount, busy
     os.umask(0o077)
     _raise_descriptor_limit()
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # somebody opened an image in the instant in which we had a lease on it
     try:
         store = Store.open(Path(order.store))
     except (CkptfsError, OSError) as error:
@@ -368,7 +375,7 @@ def _settle(store: Store, order: Order) -> ObjectStore | None:
         _owner(order.owner)
     changes: dict[str, Any] = {
         name: value
-        for name in ("owner", "allow_other", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
+        for name in ("owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
         if (value := getattr(order, name)) is not None
     }
     if first:

@@ -23,6 +23,7 @@ from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 
 from .errnos import replies
+from .passthrough import direct_maps, kernel_handle, own_handle
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,9 @@ class Operations(pyfuse3.Operations):
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
         )
-        return self._attributes(await self._fs.setattr(Inode(inode), change, fh, _caller(ctx)))
+        return self._attributes(await self._fs.setattr(
+            Inode(inode), change, None if fh is None else own_handle(fh), _caller(ctx)
+        ))
 
     @replies
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:
@@ -187,35 +190,33 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[FileInfo, EntryAttributes]:
         fh, attributes = await self._fs.create(Inode(parent_inode), name, mode, flags, _caller(ctx))
         self._content_seen.add(attributes.ino)  # its pages come from this kernel's own writes
-        return FileInfo(fh=fh, keep_cache=True, direct_io=_direct(flags)), self._entry(attributes)
+        return self._opened(attributes.ino, fh, flags, new=True), self._entry(attributes)
 
     @replies
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         ino = Inode(inode)
         fh = await self._fs.open(ino, flags, _caller(ctx))
-        keep = ino in self._content_seen
-        self._content_seen.add(ino)
-        return FileInfo(fh=fh, keep_cache=keep, direct_io=_direct(flags))
+        return self._opened(ino, fh, flags, new=False)
 
     @replies
     async def read(self, fh: int, off: int, size: int) -> bytes:
-        return await self._fs.files.read(fh, off, size)
+        return await self._fs.files.read(own_handle(fh), off, size)
 
     @replies
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._fs.files.write(fh, off, buf)
+        return await self._fs.files.write(own_handle(fh), off, buf)
 
     @replies
     async def flush(self, fh: int) -> None:
-        self._fs.files.check_poison(self._fs.files.handle(fh).file)
+        self._fs.files.check_poison(self._fs.files.handle(own_handle(fh)).file)
 
     @replies
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await self._fs.files.fsync(fh)
+        await self._fs.files.fsync(own_handle(fh))
 
     @replies
     async def release(self, fh: int) -> None:
-        await self._fs.release(fh)
+        await self._fs.release(own_handle(fh))
 
     # Directories
 
@@ -262,11 +263,21 @@ class Operations(pyfuse3.Operations):
 
     # Within
 
+    def _opened(self, ino: Inode, fh: int, flags: int, *, new: bool) -> FileInfo:
+        file = self._fs.files.handle(fh).file
+        if file.backing is not None:
+            self._content_seen.discard(ino)  # what the page cache of the mount had is not kept up to date
+            return FileInfo(fh=kernel_handle(fh, file.backing))
+        keep = ino in self._content_seen
+        self._content_seen.add(ino)
+        return FileInfo(fh=fh, keep_cache=keep, direct_io=_direct(flags, new=new))
+
     def _attributes(self, attributes: Attributes) -> EntryAttributes:
         reply = EntryAttributes()
         reply.st_ino = attributes.ino
         reply.generation = 0
-        reply.entry_timeout = reply.attr_timeout = self._options.cache_s
+        reply.entry_timeout = self._options.cache_s
+        reply.attr_timeout = 0 if self._fs.files.is_unwatched(attributes.ino) else self._options.cache_s
         reply.st_mode = attributes.mode
         reply.st_nlink = attributes.nlink
         reply.st_uid, reply.st_gid = self._options.owner or (attributes.uid, attributes.gid)
@@ -285,14 +296,16 @@ class Operations(pyfuse3.Operations):
         return self._attributes(attributes)
 
 
-def _direct(flags: int) -> bool:
+def _direct(flags: int, *, new: bool) -> bool:
     """Whether the bytes of a handle bypass the kernel's page cache of the mount: those that only write do.
 
     They are in the image's page cache anyway; a second copy cost half of the speed (np.save of 1 GiB 0.8 instead of
-    1.5 GB/s). A handle that also reads may be mapped, which direct I/O forbids. Before Linux 6.6 a direct write left
-    pages that others had cached as they were.
+    1.5 GB/s). A handle that also reads may be mapped, which direct I/O forbids, unless it was agreed with the kernel;
+    then *new* files are written that way too. Before Linux 6.6 a direct write left pages that others had cached as they
+    were.
     """
-    return _KERNEL >= (6, 6) and flags & os.O_ACCMODE == os.O_WRONLY
+    access = flags & os.O_ACCMODE
+    return _KERNEL >= (6, 6) and (access == os.O_WRONLY or (new and access == os.O_RDWR and direct_maps()))
 
 
 def _caller(ctx: RequestContext) -> Caller:

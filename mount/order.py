@@ -31,6 +31,7 @@ class Order:
     read_only: bool = False
     allow_other: bool | None = None
     owner: str | None = None
+    passthrough: str | None = None
     settle_s: float | None = None
     lag_s: float | None = None
     max_lag_s: float | None = None

@@ -33,6 +33,11 @@ class Image:
     def whole(self) -> bool:
         return self.present is None
 
+    def exchange(self, fd: int) -> None:
+        """Use another descriptor of the same file from now on."""
+        os.close(self.fd)
+        self.fd = fd
+
     def close(self) -> None:
         """Close `fd`; whoever works on it in the background has a duplicate."""
         os.close(self.fd)
@@ -59,9 +64,12 @@ class Images:
             except FileExistsError:
                 continue
 
-    def open(self, image: ImageId) -> int:
-        """A descriptor for reading and writing. Raises FileNotFoundError."""
-        return os.open(self.path(image), os.O_RDWR | os.O_CLOEXEC)
+    def open(self, image: ImageId, *, writing: bool = False) -> int:
+        """A descriptor, for reading only unless *writing*: one that may write counts as a writer (`leases`).
+
+        Raises FileNotFoundError.
+        """
+        return os.open(self.path(image), (os.O_RDWR if writing else os.O_RDONLY) | os.O_CLOEXEC)
 
     def delete(self, image: ImageId) -> None:
         """Unlink it; no error when it is gone already. Only after its rows are durably gone (invariant 2)."""

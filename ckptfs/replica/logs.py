@@ -62,6 +62,9 @@ class OpenLog:
     opened_at: float
     fsynced_at: float | None
     lowest_write: int | None
+    """Smallest offset that was written since `forget_writes`; None: nothing was."""
+    unwatched: bool = False
+    """Nobody tells what is written: `lowest_write` only tells that something was."""
 
 
 class LogSealer:
@@ -126,7 +129,9 @@ class LogSealer:
 
     async def _seal(self, file: OpenLog) -> None:
         known = self._logs.get(file.ino)
-        unchanged = known is not None and (file.lowest_write or 0) >= known.content.size and known.source == file.image
+        unchanged = known is not None and known.source == file.image and await self._only_grew(file, known.content)
+        if self._logs.get(file.ino) is not known:
+            return  # closed meanwhile
         if known is None or not unchanged:
             self.closed(file.ino)
             snapshot = self._store.images.create()
@@ -156,11 +161,27 @@ class LogSealer:
             self._store.names.state_changed(file.ino, self._store.clock.tick())
         self.on_sealed(file.ino, unchanged)
 
+    async def _only_grew(self, file: OpenLog, before: Content) -> bool:
+        """Whether what was sealed *before* is still there as it was."""
+        if file.unwatched:
+            return await trio.to_thread.run_sync(self._begins_with, file.image, before)
+        return (file.lowest_write or 0) >= before.size
+
+    def _begins_with(self, image: ImageId, content: Content) -> bool:
+        fd = self._store.images.open(image)
+        try:
+            return all(
+                digest(os.pread(fd, chunk.length, offset)) == chunk.id
+                for chunk, offset in zip(content.chunks, content.offsets(), strict=True)
+            )
+        finally:
+            os.close(fd)
+
     def _copy(self, source: ImageId, target: ImageId, before: Content) -> tuple[Content, int, int] | None:
         """Copy what came after *before* and hash the copy; None when it is too much for a log, or shrank."""
         source_fd = self._store.images.open(source)
         try:
-            target_fd = self._store.images.open(target)
+            target_fd = self._store.images.open(target, writing=True)
             try:
                 status = os.fstat(source_fd)
                 start, size = before.size, status.st_size

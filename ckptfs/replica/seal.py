@@ -192,7 +192,7 @@ def hash_image(path: str, tuning: Tuning) -> Content:
 
     Raises OSError; FormatError when the file shrank meanwhile.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
         size = os.fstat(fd).st_size

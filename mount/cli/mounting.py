@@ -39,6 +39,12 @@ _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken it
     metavar="mine|stored|UID:GID",
     help="Whom files belong to: the mounting user (default), or whoever is stored (default for root).",
 )
+@click.option(
+    "--passthrough",
+    type=click.Choice(["auto", "on", "off"]),
+    envvar="CKPTFS_PASSTHROUGH",
+    help="Let the kernel read and write local bytes itself: where it can (auto), or else do not mount (on).",
+)
 @click.option("--force", is_flag=True, help="Use a store on a disk that is not fit for one.")
 @click.option("--settle", type=DURATION, help="Publish unrecognised layouts after this long without a new name [5s].")
 @click.option("--lag", type=DURATION, help="How old the view of other writers may be [2s].")
@@ -52,6 +58,7 @@ def mount(
     read_only: bool,
     allow_other: bool | None,
     owner: str | None,
+    passthrough: str | None,
     force: bool,
     settle: float | None,
     lag: float | None,
@@ -80,6 +87,7 @@ def mount(
         read_only=read_only,
         allow_other=allow_other,
         owner=owner,
+        passthrough=passthrough,
         settle_s=settle,
         lag_s=lag,
         max_lag_s=max_lag,

@@ -1,0 +1,313 @@
+/* Completes what libfuse and pyfuse3 say to the kernel, so that it reads and writes images itself (FUSE passthrough).
+ *
+ * Neither knows of passthrough. This module defines fuse_session_mount; loaded with RTLD_GLOBAL before pyfuse3, it is the
+ * one that pyfuse3 calls. It mounts as before and then gives libfuse a read and a writev of its own for /dev/fuse
+ * (fuse_session_custom_io), which look at four kinds of messages and let all others pass unchanged:
+ *
+ *   INIT        the reply accepts what the kernel offers and libfuse does not know
+ *   OPEN,       where the upper half of the file handle is not 0, it is a backing id: the operations put it there,
+ *   CREATE      and the reply tells the kernel to use that backing file
+ *   FALLOCATE   answered here, on the backing file; never with ENOSYS, which the kernel would remember for the whole mount
+ *
+ * What may be done with this, and when, is mount/passthrough.py's to say. Everything here runs on the one thread that
+ * serves the mount; a process serves one mount (pyfuse3's own rule), hence the one `session`.
+ *
+ * The messages are those of the kernel's include/uapi/linux/fuse.h, protocol 7.40; they are declared here because the
+ * headers of the distributions we build on are older than that.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define FUSE_USE_VERSION 314
+#include <fuse_lowlevel.h>
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+enum { OPEN = 14, INIT = 26, CREATE = 35, FALLOCATE = 43 };
+
+struct in_header {
+	uint32_t len, opcode;
+	uint64_t unique, nodeid;
+	uint32_t uid, gid, pid;
+	uint16_t total_extlen, padding;
+};
+
+struct out_header {
+	uint32_t len;
+	int32_t error;
+	uint64_t unique;
+};
+
+struct init_in {
+	uint32_t major, minor, max_readahead, flags, flags2;
+};
+
+struct init_out {
+	uint32_t major, minor, max_readahead, flags;
+	uint16_t max_background, congestion_threshold;
+	uint32_t max_write, time_gran;
+	uint16_t max_pages, map_alignment;
+	uint32_t flags2, max_stack_depth;
+};
+
+struct open_out {
+	uint64_t fh;
+	uint32_t open_flags;
+	int32_t backing_id;
+};
+
+struct fallocate_in {
+	uint64_t fh, offset, length;
+	uint32_t mode, padding;
+};
+
+struct backing_map {
+	int32_t fd;
+	uint32_t flags;
+	uint64_t padding;
+};
+
+#define ENTRY_OUT_SIZE 128 /* struct fuse_entry_out, which precedes open_out in the reply to CREATE */
+
+#define INIT_EXT (1u << 30)
+#define KILLPRIV_V2 (1ull << 28)
+#define DIRECT_IO_MMAP (1ull << 36)
+#define PASSTHROUGH (1ull << 37)
+
+#define FOPEN_KEEP_CACHE (1u << 1)
+#define FOPEN_PASSTHROUGH (1u << 7)
+
+#define BACKING_OPEN _IOW(229, 1, struct backing_map)
+#define BACKING_CLOSE _IOW(229, 2, uint32_t)
+
+#define MOST_AWAITED 4096 /* many more than pyfuse3's max_tasks: each task has one request under way */
+
+static struct {
+	int device;                /* -1 until mounted */
+	uint64_t wanted;           /* INIT flags that the operations can do with */
+	uint64_t offered, agreed;  /* INIT flags of the kernel, and those of them that were accepted */
+	struct {
+		uint64_t unique;
+		uint32_t opcode;
+	} awaited[MOST_AWAITED];   /* requests whose replies are to be completed */
+	int awaiting;
+	struct {
+		int32_t id;
+		int fd;
+	} *backing;                /* registered files; FALLOCATE looks here */
+	int backings, room;
+} session = { .device = -1 };
+
+/* Backing files */
+
+static int backing_descriptor(int32_t id)
+{
+	for (int at = 0; at < session.backings; at++)
+		if (session.backing[at].id == id)
+			return session.backing[at].fd;
+	return -1;
+}
+
+/* 0 or the negative errno. The descriptor that was registered is read-only, so that it is no writer itself (see
+ * passthrough.py); a writable one exists only during the call. */
+static int allocate(const struct fallocate_in *wanted)
+{
+	int fd = backing_descriptor(wanted->fh >> 32);
+	if (fd < 0)
+		return -EOPNOTSUPP;
+	char path[32];
+	snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+	int writable = open(path, O_WRONLY | O_CLOEXEC);
+	if (writable < 0)
+		return -errno;
+	int error = fallocate(writable, wanted->mode, wanted->offset, wanted->length) ? -errno : 0;
+	close(writable);
+	return error;
+}
+
+/* Messages */
+
+static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
+{
+	(void)data;
+	ssize_t got = read(fd, buffer, size);
+	const struct in_header *header = buffer;
+	if (got < (ssize_t)sizeof(*header))
+		return got;
+	const void *body = header + 1;
+	if (header->opcode == FALLOCATE) {
+		struct out_header reply = { sizeof(reply), allocate(body), header->unique };
+		if (write(fd, &reply, sizeof(reply)) < 0 && errno != ENOENT) /* ENOENT: nobody waits for it any more */
+			perror("ckptfs: the answer to fallocate");
+		errno = EINTR; /* nothing for libfuse in this one: pyfuse3 reads again */
+		return -1;
+	}
+	if (header->opcode == INIT) {
+		const struct init_in *init = body;
+		int extended = init->flags & INIT_EXT && got >= (ssize_t)(sizeof(*header) + sizeof(*init));
+		session.offered = init->flags | (extended ? (uint64_t)init->flags2 << 32 : 0);
+	}
+	if ((header->opcode == INIT || header->opcode == OPEN || header->opcode == CREATE)
+	    && session.awaiting < MOST_AWAITED) {
+		session.awaited[session.awaiting].unique = header->unique;
+		session.awaited[session.awaiting++].opcode = header->opcode;
+	}
+	return got;
+}
+
+static uint32_t take_awaited(uint64_t unique)
+{
+	for (int at = 0; at < session.awaiting; at++)
+		if (session.awaited[at].unique == unique) {
+			uint32_t opcode = session.awaited[at].opcode;
+			session.awaited[at] = session.awaited[--session.awaiting];
+			return opcode;
+		}
+	return 0;
+}
+
+static void complete_init(struct init_out *out)
+{
+	session.agreed = session.wanted & session.offered;
+	if (!session.agreed)
+		return;
+	out->flags |= (uint32_t)session.agreed;
+	if (session.agreed >> 32) {
+		out->flags |= INIT_EXT;
+		out->flags2 |= session.agreed >> 32;
+	}
+	if (session.agreed & PASSTHROUGH)
+		out->max_stack_depth = 1; /* images do not lie on a stacked file system; 2 would forbid overlayfs over the mount */
+}
+
+static void complete_open(struct open_out *out)
+{
+	int32_t id = out->fh >> 32;
+	if (!id)
+		return;
+	out->open_flags = (out->open_flags | FOPEN_PASSTHROUGH) & ~FOPEN_KEEP_CACHE;
+	out->backing_id = id;
+}
+
+static ssize_t write_reply(int fd, struct iovec *parts, int count, void *data)
+{
+	(void)data;
+	const struct out_header *header = parts[0].iov_base;
+	uint32_t opcode = header->unique ? take_awaited(header->unique) : 0; /* 0: a notification */
+	if (opcode && !header->error && count >= 2) {
+		char *body = parts[1].iov_base;
+		size_t size = parts[1].iov_len, before = opcode == CREATE ? ENTRY_OUT_SIZE : 0;
+		if (opcode == INIT && size >= sizeof(struct init_out))
+			complete_init((struct init_out *)body);
+		else if (opcode != INIT && size >= before + sizeof(struct open_out))
+			complete_open((struct open_out *)(body + before));
+	}
+	return writev(fd, parts, count);
+}
+
+static const struct fuse_custom_io custom_io = { .read = read_request, .writev = write_reply };
+
+/* libfuse's function of this name, and then the above. */
+int fuse_session_mount(struct fuse_session *fuse, const char *mountpoint)
+{
+	int (*mount)(struct fuse_session *, const char *) = dlsym(RTLD_NEXT, "fuse_session_mount");
+	if (!mount)
+		return -1;
+	int error = mount(fuse, mountpoint);
+	if (error || !session.wanted)
+		return error;
+	session.device = fuse_session_fd(fuse);
+	return fuse_session_custom_io(fuse, &custom_io, session.device);
+}
+
+/* For Python */
+
+static PyObject *want(PyObject *self, PyObject *args)
+{
+	unsigned long long flags;
+	if (!PyArg_ParseTuple(args, "K", &flags))
+		return NULL;
+	session.wanted = flags;
+	Py_RETURN_NONE;
+}
+
+static PyObject *agreed(PyObject *self, PyObject *ignored)
+{
+	return PyLong_FromUnsignedLongLong(session.agreed);
+}
+
+static PyObject *open_backing(PyObject *self, PyObject *args)
+{
+	int fd;
+	if (!PyArg_ParseTuple(args, "i", &fd))
+		return NULL;
+	if (session.backings == session.room) {
+		int room = session.room ? 2 * session.room : 64;
+		void *larger = PyMem_Realloc(session.backing, room * sizeof(*session.backing));
+		if (!larger)
+			return PyErr_NoMemory();
+		session.backing = larger;
+		session.room = room;
+	}
+	struct backing_map map = { .fd = fd };
+	int id = ioctl(session.device, BACKING_OPEN, &map);
+	if (id < 0)
+		return PyErr_SetFromErrno(PyExc_OSError);
+	session.backing[session.backings].id = id;
+	session.backing[session.backings++].fd = fd;
+	return PyLong_FromLong(id);
+}
+
+static PyObject *close_backing(PyObject *self, PyObject *args)
+{
+	int id;
+	if (!PyArg_ParseTuple(args, "i", &id))
+		return NULL;
+	for (int at = 0; at < session.backings; at++)
+		if (session.backing[at].id == id) {
+			session.backing[at] = session.backing[--session.backings];
+			break;
+		}
+	uint32_t closed = id;
+	if (ioctl(session.device, BACKING_CLOSE, &closed) < 0)
+		return PyErr_SetFromErrno(PyExc_OSError);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+	{ "want", want, METH_VARARGS, "want(flags): accept these INIT flags where the kernel offers them; before mounting." },
+	{ "agreed", agreed, METH_NOARGS, "agreed() -> flags: what both sides accepted; 0 before the first request." },
+	{ "open_backing", open_backing, METH_VARARGS,
+	  "open_backing(fd) -> id: let the kernel use the file of fd, which stays open until it is closed. Raises OSError." },
+	{ "close_backing", close_backing, METH_VARARGS, "close_backing(id): the reverse. Raises OSError." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static struct PyModuleDef module = {
+	PyModuleDef_HEAD_INIT,
+	.m_name = "_passthrough",
+	.m_doc = "FUSE passthrough for pyfuse3; see mount/passthrough.py.",
+	.m_size = -1,
+	.m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__passthrough(void)
+{
+	PyObject *made = PyModule_Create(&module);
+	if (made
+	    && (PyModule_AddObject(made, "KILLPRIV_V2", PyLong_FromUnsignedLongLong(KILLPRIV_V2))
+	        || PyModule_AddObject(made, "DIRECT_IO_MMAP", PyLong_FromUnsignedLongLong(DIRECT_IO_MMAP))
+	        || PyModule_AddObject(made, "PASSTHROUGH", PyLong_FromUnsignedLongLong(PASSTHROUGH)))) {
+		Py_DECREF(made);
+		return NULL;
+	}
+	return made;
+}

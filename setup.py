@@ -1,0 +1,27 @@
+"""The one thing that pyproject.toml cannot say: an optional C module, built against the libfuse that is installed."""
+
+import shlex
+import subprocess
+
+from setuptools import Extension, setup
+
+
+def _libfuse() -> list[str]:
+    """Compiler flags. Without pkg-config or libfuse the build of the module fails, and ckptfs does without it."""
+    try:
+        return shlex.split(subprocess.check_output(["pkg-config", "--cflags", "fuse3"], text=True))
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "ckptfs_mount._passthrough",
+            ["mount/_passthrough.c"],
+            extra_compile_args=["-O2", "-Wall", "-Wextra", "-Wno-unused-parameter", *_libfuse()],
+            libraries=["fuse3"],
+            optional=True,
+        )
+    ]
+)
