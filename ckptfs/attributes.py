@@ -34,6 +34,12 @@ class Caller:
 
     uid: int
     gid: int
+    groups: frozenset[int] = frozenset()
+    """Supplementary groups, where they matter."""
+
+    @property
+    def privileged(self) -> bool:
+        return self.uid == 0
 
 
 @dataclass(frozen=True)
@@ -47,21 +53,21 @@ class AttributeChange:
     atime_ns: int | None = None
     mtime_ns: int | None = None
 
-    def columns(self, row: InodeRow, *, privileged: bool) -> dict[str, int]:
+    def columns(self, row: InodeRow, caller: Caller) -> dict[str, int]:
         """The columns of *row* that change, times of change aside; empty when nothing does.
 
-        No field at all is a chown to nobody new.
+        No field at all is a chown to nobody new, or a write that the kernel did without us.
         """
         columns: dict[str, int] = {}
         if self.mode is not None:
             columns["mode"] = stat.S_IFMT(row.mode) | stat.S_IMODE(self.mode)
-            if self.size is not None and not privileged:
+            if self.size is not None and not caller.privileged:
                 columns["mode"] &= ~SET_ID_BITS  # the kernel sends along what it thinks the truncation leaves
         if self.uid is not None or self.gid is not None or self == AttributeChange():
             columns["uid"] = row.uid if self.uid is None else self.uid
             columns["gid"] = row.gid if self.gid is None else self.gid
             if not stat.S_ISDIR(row.mode) and self.mode is None:
-                columns["mode"] = _after_chown(row.mode)
+                columns["mode"] = _without_set_id(row, caller)
         if self.atime_ns is not None:
             columns["atime_ns"] = _clamped(self.atime_ns)
         if self.mtime_ns is not None:
@@ -69,9 +75,11 @@ class AttributeChange:
         return columns
 
 
-def _after_chown(mode: int) -> int:
-    """*mode* without S_ISUID and, where the group may execute, without S_ISGID."""
-    return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
+def _without_set_id(row: InodeRow, caller: Caller) -> int:
+    """The mode of *row* without S_ISUID and, unless it only means mandatory locks to one of the group, S_ISGID."""
+    in_group = caller.privileged or row.gid == caller.gid or row.gid in caller.groups
+    keeps_sgid = in_group and not row.mode & stat.S_IXGRP
+    return row.mode & ~stat.S_ISUID & ~(0 if keeps_sgid else stat.S_ISGID)
 
 
 def _clamped(time_ns: int) -> int:

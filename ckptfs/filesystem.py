@@ -273,7 +273,7 @@ class FileSystem:
         if change.size is not None:
             await self._truncate(ino, change.size, fh, caller)
             row = self._names.inode(ino)
-        columns = change.columns(row, privileged=caller.uid == 0)
+        columns = change.columns(row, caller)
         if columns:
             columns["ctime_ns"] = time.time_ns()
             if change.mtime_ns is not None and row.manifest is None and row.image is not None:

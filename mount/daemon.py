@@ -144,6 +144,7 @@ class Daemon:
                 await self._fuse_loop()
             finally:
                 self._mounted = False
+                self._passthrough.end()
                 pyfuse3.close(unmount=True)  # does nothing to a mountpoint that is already free
                 log.info("unmounted %s", self._order.mountpoint)
             await self._engine.filesystem.release_all()

@@ -139,6 +139,7 @@ class Operations(pyfuse3.Operations):
             if uid not in (None, self._options.owner[0]) or gid not in (None, self._options.owner[1]):
                 raise pyfuse3.FUSEError(errno.EPERM)
             uid = gid = None
+        handle = None if fh is None else own_handle(fh)
         change = AttributeChange(
             mode=attr.st_mode if fields.update_mode else None,
             uid=uid,
@@ -147,9 +148,10 @@ class Operations(pyfuse3.Operations):
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
         )
-        return self._attributes(await self._fs.setattr(
-            Inode(inode), change, None if fh is None else own_handle(fh), _caller(ctx)
-        ))
+        caller = _caller(ctx)
+        if change == AttributeChange() and not caller.privileged:
+            caller = Caller(ctx.uid, ctx.gid, frozenset(pyfuse3.get_sup_groups(ctx.pid)))
+        return self._attributes(await self._fs.setattr(Inode(inode), change, handle, caller))
 
     @replies
     async def getxattr(self, inode: int, name: bytes, ctx: RequestContext) -> bytes:

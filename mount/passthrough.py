@@ -51,7 +51,7 @@ class Passthrough:
         self._mode = mode
         self._images = images
         self._off: str | None = "not asked for" if mode == "off" else None
-        self._checked = False
+        self._ended = False
 
     def prepare(self) -> None:
         """Find out whether it can work, and tell the kernel at the mount. Raises MountError when it must and cannot."""
@@ -74,7 +74,6 @@ class Passthrough:
                 backing = self.open(file.fileno())
                 if backing is not None:
                     self.close(backing)
-        self._checked = True
         log.info("passthrough: %s", self._off or "on")
 
     def describe(self) -> dict[str, str | None]:
@@ -95,7 +94,12 @@ class Passthrough:
             return None
 
     def close(self, backing: int) -> None:
-        library.close_backing(backing)
+        if not self._ended:
+            library.close_backing(backing)
+
+    def end(self) -> None:
+        """The mount is gone, and what the kernel had of it."""
+        self._ended = True
 
     def _turn_off(self, reason: str) -> None:
         self._off = reason

@@ -141,6 +141,8 @@ def _show(document: dict[str, Any], *, asked: bool) -> None:
                   f"{', stopping' if mount['stopping'] else ''} (pid {mount['pid']}, since {ago(mount['since_s'])})"),
         ("remote", document["remote"] or "none: the store alone"),
         ("store", mount["store"]),
+        ("passthrough", mount["passthrough"]["state"]
+                        + (f": {reason}" if (reason := mount["passthrough"]["reason"]) else "")),
     ]  # fmt: skip
     if asked:
         rows.append(("state", f"{document['path']} is {document['state']}"))

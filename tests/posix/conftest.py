@@ -29,10 +29,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def same(site: Site, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """`same(case)`: run a case on the mount and on a plain directory; see `sides.compare`."""
     mask = os.umask(0o022)
+    passthrough = site.has_passthrough()
 
     def run(case: Case, *, seal: bool = False) -> None:
         number = next(_numbers)
-        compare(case, site.mountpoint / f"case-{number}", tmp_path / f"case-{number}", seal=seal)
+        plain = tmp_path / f"case-{number}"
+        compare(case, site.mountpoint / plain.name, plain, seal=seal, passthrough=passthrough)
 
     yield run
     os.umask(mask)

@@ -93,10 +93,11 @@ def test_an_unlinked_open_file_is_gone_after_a_remount(site: Site) -> None:
     os.write(fd, b"x" * 1_000_000)
     os.unlink(site.mountpoint / "nameless")
     site.kill()
-    with pytest.raises(OSError):
-        os.write(fd, b"y")
-    with pytest.raises(OSError):
-        os.close(fd)
+    for last in (lambda: os.write(fd, b"y"), lambda: os.close(fd)):
+        try:
+            last()
+        except OSError:
+            pass  # the mount is gone; under passthrough the image is not, for who has it open
     site.mount(*OPTIONS)
     until(lambda: not list((site.store / "images").glob("*/*")), "the image to be deleted")
     assert not list((site.store / "lost+found").iterdir())

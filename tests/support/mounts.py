@@ -71,7 +71,7 @@ class Site:
         self.mountpoint = directory / name
         self.store = directory / f"{name}-store"
         self.environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("CKPTFS_", "PYTHONWARNINGS"))},
+            **{key: value for key, value in os.environ.items() if _is_passed_on(key)},
             "XDG_DATA_HOME": str(directory / "xdg"),
             **(environment or {}),
         }
@@ -130,6 +130,10 @@ class Site:
         assert done.status == 0, done.said
         document: dict[str, Any] = json.loads(done.out)
         return document
+
+    def has_passthrough(self) -> bool:
+        """Whether the kernel reads and writes whole files itself."""
+        return bool(self.status()["mount"]["passthrough"]["state"] == "on")
 
     def pid(self) -> int:
         """Of the daemon."""
@@ -213,6 +217,11 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> 
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
         time.sleep(0.02)
+
+
+def _is_passed_on(variable: str) -> bool:
+    """CKPTFS_PASSTHROUGH=off makes a whole test run daemon-served; nothing else of ours may change what tests do."""
+    return variable == "CKPTFS_PASSTHROUGH" or not variable.startswith(("CKPTFS_", "PYTHONWARNINGS"))
 
 
 def _is_ours(pid: int) -> bool:
