@@ -45,7 +45,7 @@ Mount = Callable[[Path], contextlib.AbstractContextManager[Contestant]]
 
 def available() -> dict[str, Mount]:
     """What can be mounted on this machine, in the order in which the tables show it."""
-    found: dict[str, Mount] = {PLAIN: plain, LOCAL: ckptfs_local, REMOTE: ckptfs_remote}
+    found: dict[str, Mount] = {PLAIN: plain, LOCAL: ckptfs_local, SERVED: ckptfs_served, REMOTE: ckptfs_remote}
     if find_tool("juicefs"):
         found["juicefs"] = juicefs
     if find_tool("rclone"):
@@ -55,14 +55,14 @@ def available() -> dict[str, Mount]:
     return found
 
 
-PLAIN, LOCAL, REMOTE = "plain", "ckptfs", "ckptfs+remote"
+PLAIN, LOCAL, SERVED, REMOTE = "plain", "ckptfs", "ckptfs-off", "ckptfs+remote"
 OPTIONAL = ("s3fs",)
 """Only on demand: s3fs uploads inside close(), which takes its runs to another scale."""
 
 
 def is_peer(name: str) -> bool:
     """Whether *name* is somebody else's file system."""
-    return name not in (PLAIN, LOCAL, REMOTE)
+    return name not in (PLAIN, LOCAL, SERVED, REMOTE)
 
 
 @contextlib.contextmanager
@@ -79,6 +79,13 @@ def ckptfs_local(work: Path) -> Iterator[Contestant]:
 
 
 @contextlib.contextmanager
+def ckptfs_served(work: Path) -> Iterator[Contestant]:
+    """The same with `--passthrough=off`: every byte goes through the daemon."""
+    with _ckptfs(SERVED, work, None, "sealed", "--passthrough=off") as contestant:
+        yield contestant
+
+
+@contextlib.contextmanager
 def ckptfs_remote(work: Path) -> Iterator[Contestant]:
     """`ckptfs mount DIR --store STORE --remote file://BUCKET`."""
     (work / "bucket").mkdir()
@@ -87,9 +94,9 @@ def ckptfs_remote(work: Path) -> Iterator[Contestant]:
 
 
 @contextlib.contextmanager
-def _ckptfs(name: str, work: Path, remote: str | None, settled: str) -> Iterator[Contestant]:
+def _ckptfs(name: str, work: Path, remote: str | None, settled: str, *options: str) -> Iterator[Contestant]:
     store = work / "store"
-    with ckptfs.mounted(work / "mount", remote=remote, store=store, wait=False) as directory:
+    with ckptfs.mounted(work / "mount", remote=remote, store=store, wait=False, options=options) as directory:
         pid = ask(store, "hello")["pid"]
 
         def settle() -> None:
