@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -146,8 +147,9 @@ def machine(site: Site, plain: Path, remount_every: int) -> type[RuleBasedStateM
         @rule(index=st.integers(0, 5), offset=st.integers(0, 4000), byte=st.integers(0, 255))
         def store_through_a_map(self, index: int, offset: int, byte: int) -> None:
             def store(at: Callable[[str], str], fd: int) -> Any:
-                if os.fstat(fd).st_size < 4096:
-                    return "too small"
+                status = os.fstat(fd)
+                if stat.S_ISDIR(status.st_mode) or status.st_size < 4096:
+                    return "nothing to map"
                 with mmap.mmap(fd, 4096) as shared:
                     shared[offset : offset + 9] = bytes([byte]) * 9
                     shared.flush()
