@@ -11,7 +11,7 @@ those who mount from Python, or want to know when a checkpoint is safe:
 
 from __future__ import annotations
 
-from ckptfs.client import mounted, publish, status, wait
+from ckptfs.client import mounted, prefetch, publish, status, wait
 from ckptfs.errors import CkptfsError
 
-__all__ = ["CkptfsError", "mounted", "publish", "status", "wait"]
+__all__ = ["CkptfsError", "mounted", "prefetch", "publish", "status", "wait"]

@@ -158,6 +158,15 @@ def publish(path: PathLike) -> None:
     ask(place.store, "publish", path=os.fsdecode(place.inside))
 
 
+def prefetch(path: PathLike) -> None:
+    """Bring every file under *path* to this disk now, so that reading it never waits for the remote.
+
+    Raises MountError when something cannot be had, or the disk is full; what came is kept.
+    """
+    place = locate(path)
+    ask(place.store, "prefetch", path=os.fsdecode(place.inside))
+
+
 @contextlib.contextmanager
 def mounted(
     mountpoint: PathLike,

@@ -18,6 +18,7 @@ from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.store import Store
+from ckptfs.prefetch import Fetching, prefetch
 from ckptfs.remote.base import ObjectStore
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
@@ -121,6 +122,10 @@ class Engine:
         except RemoteError as error:
             log.info("verifying waits: %s", error)
         return await self.state_of(ino)
+
+    async def prefetch(self, path: bytes, progress: Fetching) -> None:
+        """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, OSError."""
+        await prefetch(self.filesystem, await self._resolve(path), progress)
 
     async def publish(self, path: bytes = b"/") -> None:
         """Cut at once; returns when the head with it is acknowledged."""

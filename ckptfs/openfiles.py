@@ -39,6 +39,9 @@ from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
 
+_FETCHED_AT_ONCE = 64 << 20
+"""Bytes that are waited for while as many more are on their way: more than a fast line holds."""
+
 
 class OpenFiles:
     """The table of open files and handles."""
@@ -158,6 +161,30 @@ class OpenFiles:
         file.readers -= 1
         self._writer_gone(file)
         self._drop_if_idle(file)
+
+    def is_whole(self, ino: Inode) -> bool:
+        """Whether every byte of a regular file is on this disk."""
+        row = self._store.names.inode(ino)
+        return row.image is not None and self._store.contents.image_is_whole(row.image)
+
+    async def make_whole(self, ino: Inode, landed: Callable[[int], None]) -> None:
+        """Fetch what is missing of a file; *landed* is told how many bytes of it came.
+
+        Raises ContentUnavailable, OSError when they cannot be written.
+        """
+        file = await self.borrow(ino, emptied=False)
+        try:
+            if file.image.whole or file.content is None or self._source is None:
+                return
+            for start in range(0, file.content.size, _FETCHED_AT_ONCE):
+                end = min(start + _FETCHED_AT_ONCE, file.content.size)
+                ahead = min(end + _FETCHED_AT_ONCE, file.content.size)
+                self._source.begin(file.image, file.content, end, ahead)
+                await self._source.ensure(file.image, file.content, start, end)
+                landed(end - start)
+            await self._source.record(file.image)
+        finally:
+            self.give_back(file)
 
     def presume_held(self) -> None:
         """Find the files that a program which survived our predecessor can still write. Call before sealing begins."""

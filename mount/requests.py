@@ -16,6 +16,7 @@ import trio
 from ckptfs.client import TARGETS
 from ckptfs.engine import Engine
 from ckptfs.errors import InvalidArgument, MountError
+from ckptfs.prefetch import Fetching
 
 from .control import CLIENT_GONE, Handler, Reply, Request
 
@@ -59,6 +60,7 @@ class Requests:
             "status": self.status,
             "wait": self.wait,
             "publish": self.publish,
+            "prefetch": self.prefetch,
             "credentials": self.credentials,
             "unmount": self.unmount,
         }
@@ -91,6 +93,24 @@ class Requests:
 
         reached = await self._work(reach, reply)
         return {"reached": reached, "state": await self._work(state, None)}
+
+    async def prefetch(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """Bring everything under *path* to this disk; progress says how much is still to come."""
+        path, fetching = _path(request), Fetching()
+
+        def report() -> dict[str, Any]:
+            return {
+                "pending_files": fetching.files - fetching.fetched_files,
+                "pending_bytes": fetching.total_bytes - fetching.fetched_bytes,
+                "sent_bytes": fetching.fetched_bytes,
+                "eta_s": fetching.eta_s,
+            }
+
+        async def fetch() -> None:
+            await self._engine.prefetch(path, fetching)
+
+        await self._work(fetch, reply, report)
+        return {"files": fetching.files, "bytes": fetching.total_bytes}
 
     async def publish(self, request: Request, reply: Reply) -> dict[str, Any]:
         """Cut at once and return when the head is acknowledged."""
@@ -135,14 +155,16 @@ class Requests:
             self._life.demand_drain()
         return self._life.summary
 
-    async def _work(self, work: Callable[[], Awaitable[T]], reply: Reply | None) -> T:
+    async def _work(
+        self, work: Callable[[], Awaitable[T]], reply: Reply | None, report: Callable[[], dict[str, Any]] | None = None
+    ) -> T:
         """The result of *work*, with progress to *reply* meanwhile; MountError when the mount ends before."""
         results: list[T] = []
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._give_up, nursery.cancel_scope)
             if reply is not None:
-                nursery.start_soon(self._report, reply, nursery.cancel_scope)
+                nursery.start_soon(self._report, reply, report or self._uploads, nursery.cancel_scope)
             try:
                 results.append(await work())
             except Exception as error:
@@ -158,10 +180,15 @@ class Requests:
         await self._life.closing.wait()
         scope.cancel()
 
-    async def _report(self, reply: Reply, scope: trio.CancelScope) -> None:
+    def _uploads(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._engine.progress())
+
+    async def _report(
+        self, reply: Reply, report: Callable[[], dict[str, Any]], scope: trio.CancelScope
+    ) -> None:
         try:
             while True:
-                await reply.progress(dataclasses.asdict(self._engine.progress()))
+                await reply.progress(report())
                 await trio.sleep(_REPORT_EVERY_S)
         except CLIENT_GONE:
             scope.cancel()

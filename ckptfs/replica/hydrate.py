@@ -98,6 +98,11 @@ class Hydrator:
         """What a sealed file version consists of. Raises ContentUnavailable."""
         return await self._manifests.content(manifest_row)
 
+    def begin(self, image: Image, content: Content, start: int, end: int) -> None:
+        """Have the bytes [start, end) of the file on their way; nobody is told when they do not come."""
+        if self._nursery is not None:
+            self._start(image, content, start, end)
+
     async def ensure(self, image: Image, content: Content, start: int, end: int) -> None:
         """On return the bytes [start, end) of the file are in the image file.
 

@@ -13,7 +13,7 @@ import click
 from ckptfs.errors import CkptfsError
 
 from .mounting import auth, daemon, mount, umount
-from .seeing import list_remote, publish, status, wait
+from .seeing import list_remote, prefetch, publish, status, wait
 
 
 class _Commands(click.Group):
@@ -38,5 +38,5 @@ def main() -> None:
     """
 
 
-for _command in (mount, umount, auth, daemon, status, wait, publish, list_remote):
+for _command in (mount, umount, auth, daemon, status, wait, publish, prefetch, list_remote):
     main.add_command(_command)

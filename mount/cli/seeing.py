@@ -76,6 +76,22 @@ def wait(path: str, target: str, timeout: float | None, as_json: bool) -> None:
 @click.command()
 @click.argument("path")
 @_JSON
+def prefetch(path: str, as_json: bool) -> None:
+    """Bring every file under PATH to this disk now, so that reading it never waits for the remote."""
+    place = locate(path)
+    with Waiting("fetching", quiet=as_json) as waiting:
+        answer = ask(place.store, "prefetch", waiting.show, path=os.fsdecode(place.inside))
+    if as_json:
+        click.echo(json.dumps({"path": path, **answer}))
+    elif answer["files"]:
+        click.echo(f"fetched {files(answer['files'])}, {size(answer['bytes'])}")
+    else:
+        click.echo("everything is here already")
+
+
+@click.command()
+@click.argument("path")
+@_JSON
 def publish(path: str, as_json: bool) -> None:
     """Make what is under PATH visible on the remote now; returns when it is."""
     place = locate(path)

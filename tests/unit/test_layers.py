@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),
+    ("ckptfs.prefetch",),
     ("ckptfs.engine",),
     ("ckptfs", "ckptfs.testing"),
     ("ckptfs_mount.native",),

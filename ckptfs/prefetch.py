@@ -1,0 +1,84 @@
+"""Fetching before anybody reads: every file below a path, made whole on this disk, several at a time.
+
+Who calls: the event loop's thread. Cancelling leaves what was fetched; the next call goes on from there.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from dataclasses import dataclass
+
+import trio
+
+from ckptfs.errors import CkptfsError
+from ckptfs.filesystem import FileSystem
+from ckptfs.ids import Inode
+
+_FILES_AT_ONCE = 4
+"""So that many small files do not cost a round trip each; requests are bounded for all files together."""
+
+
+@dataclass
+class Fetching:
+    """How far a prefetch is; bytes are those of the files, before encoding."""
+
+    files: int = 0
+    total_bytes: int = 0
+    fetched_files: int = 0
+    fetched_bytes: int = 0
+    started_s: float = 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left at the rate so far; None while there is none."""
+        elapsed = time.monotonic() - self.started_s
+        if not self.fetched_bytes or elapsed < 1.0:
+            return None
+        return (self.total_bytes - self.fetched_bytes) / (self.fetched_bytes / elapsed)
+
+
+async def prefetch(filesystem: FileSystem, top: Inode, progress: Fetching) -> None:
+    """Return when every regular file at or below *top* is whole here; *progress* is kept up to date meanwhile.
+
+    Raises NameMissing, ContentUnavailable when the remote does not deliver, OSError when the disk is full.
+    """
+    progress.started_s = time.monotonic()
+    files = [ino for ino in await _files_below(filesystem, top) if not filesystem.files.is_whole(ino)]
+    progress.files = len(files)
+    progress.total_bytes = sum([(await filesystem.getattr(ino)).size for ino in files])
+    left = iter(files)
+    failures: list[Exception] = []
+
+    def landed(count: int) -> None:
+        progress.fetched_bytes += count
+
+    async def work() -> None:
+        for ino in left:
+            try:
+                await filesystem.files.make_whole(ino, landed)
+            except (CkptfsError, OSError) as error:
+                failures.append(error)
+            if failures:
+                return
+            progress.fetched_files += 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(_FILES_AT_ONCE):
+            nursery.start_soon(work)
+    if failures:
+        raise failures[0]
+
+
+async def _files_below(filesystem: FileSystem, top: Inode) -> list[Inode]:
+    """In the order of their paths, each once however many names it has."""
+    found: dict[Inode, None] = {}
+    work = [top]
+    while work:
+        ino = work.pop()
+        mode = (await filesystem.getattr(ino)).mode
+        if stat.S_ISDIR(mode):
+            work += [child for _, child in reversed(await filesystem.entries(ino))]
+        elif stat.S_ISREG(mode):
+            found[ino] = None
+    return list(found)
