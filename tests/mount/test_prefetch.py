@@ -12,7 +12,7 @@ import pytest
 
 import ckptfs
 from tests.support.machines import Machines, census
-from tests.support.mounts import COMMAND, end
+from tests.support.mounts import COMMAND, TINY, end
 from tests.support.proxy import Faults
 
 GONE = Faults("refuse")
@@ -34,13 +34,13 @@ def fill(top: Path) -> None:
 def test_what_was_prefetched_is_read_without_the_remote(machines: Machines) -> None:
     """Everything below the path, and nothing else; asking again finds it here."""
     near, way = machines.site("near"), machines.proxy()
-    far = machines.site("far", by=way)
+    far = machines.site("far", by=way, tuning={**TINY, "read_timeout_s": 1.0})
     here, there = machines.mount(near), machines.mount(far)
     fill(here)
     assert ckptfs.wait(here, "replicated", 30)
     done = far.run("prefetch", "--json", str(there / "step-2"))
     assert done.status == 0, done.said
-    assert json.loads(done.out) == {"path": str(there / "step-2"), "files": 4, "bytes": 1_200_002}
+    assert json.loads(done.out) == {"path": str(there / "step-2"), "files": 5, "bytes": 1_200_002}
     other = far.run("prefetch", str(there / "step-2"))
     assert (other.status, other.out) == (0, "everything is here already\n")
     wanted = census(here / "step-2")
@@ -65,14 +65,14 @@ def test_a_prefetch_that_fails_goes_on_the_next_time(machines: Machines) -> None
     assert os.listdir(there) == ["file"]
     way.faults = Faults(down_bytes_per_s=1 << 20)
     with subprocess.Popen([*COMMAND, "prefetch", str(there / "file")], env=far.environment) as process:
-        while way.counts["GET"].down < 1 << 20:
+        while way.counts["GET"].bytes_down < 1 << 20:
             assert process.poll() is None
         way.faults = GONE
         assert process.wait(60) == 1
     way.heal()
     way.reset()
     ckptfs.prefetch(there)
-    assert way.counts["GET"].down < 3.5 * (1 << 20)
+    assert way.counts["GET"].bytes_down < 3.5 * (1 << 20)
     way.faults = GONE
     assert (there / "file").read_bytes() == data
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_prefetched(machines: Machines) -> None:
     assert os.listdir(there) == ["file"]
     way.faults = Faults(down_bytes_per_s=100_000)
     with subprocess.Popen([*COMMAND, "prefetch", str(there)], env=far.environment) as process:
-        while not way.counts["GET"].down:
+        while not way.counts["GET"].bytes_down:
             assert process.poll() is None
         end(far.pid())
         assert process.wait(30) == 1
