@@ -65,7 +65,7 @@ def test_a_prefetch_that_fails_goes_on_the_next_time(machines: Machines) -> None
     assert os.listdir(there) == ["file"]
     way.faults = Faults(down_bytes_per_s=1 << 20)
     with subprocess.Popen([*COMMAND, "prefetch", str(there / "file")], env=far.environment) as process:
-        while way.counts["GET"].bytes_down < 1 << 20:
+        while way.counts["GET"].bytes_down < 2 << 20:
             assert process.poll() is None
         way.faults = GONE
         assert process.wait(60) == 1
