@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -9,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptfs.local.mountinfo import mount_of
@@ -35,6 +38,21 @@ def describe(directory: Path) -> str:
 def clean_up_on_sigterm() -> None:
     """Let SIGTERM end the program as an exception does, so that every mount and process it began goes too."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+@contextlib.contextmanager
+def workspace(where: Path | None) -> Iterator[Path]:
+    """A directory below *where* for everything that a benchmark makes, gone at its end, also after SIGTERM.
+
+    Prints what the machine is first.
+    """
+    clean_up_on_sigterm()
+    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=where))
+    print(describe(work), flush=True)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def available_bytes() -> int:

@@ -10,9 +10,7 @@ One .npy file of --gib is written, of which --unique-gib is random and the rest 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,13 +76,8 @@ def main() -> None:
     options.add_argument("--unique-gib", type=float, default=2, help="how much of it is not a repetition")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
     arguments = options.parse_args()
-    machine.clean_up_on_sigterm()
-    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
-    console.print(machine.describe(work))
-    try:
+    with machine.workspace(arguments.dir) as work:
         phases = run(work, int(arguments.gib * GIB), int(min(arguments.unique_gib, arguments.gib) * GIB))
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     report(phases, arguments.gib)
 
 

@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,17 +87,9 @@ def main() -> None:
     options.add_argument("--size-mib", type=int, default=100, help="of the checkpoint that looks like Hugging Face's")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
     arguments = options.parse_args()
-    machine.clean_up_on_sigterm()
-    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
-    console.print(machine.describe(work))
-    try:
-        with ExitStack() as stack:
-            server = stack.enter_context(Seaweed())
-            proxy = stack.enter_context(CountingProxy(server.endpoint))
-            os.environ.update(server.environment(proxy.endpoint))
-            rows = run(work, f"s3://{server.create_bucket('bench')}/run", proxy, arguments)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with machine.workspace(arguments.dir) as work, Seaweed() as server, CountingProxy(server.endpoint) as proxy:
+        os.environ.update(server.environment(proxy.endpoint))
+        rows = run(work, f"s3://{server.create_bucket('bench')}/run", proxy, arguments)
     report(rows)
 
 

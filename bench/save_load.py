@@ -15,10 +15,8 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -53,21 +51,15 @@ class Visit:
 
 def main() -> None:
     arguments = parse()
-    machine.clean_up_on_sigterm()
-    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
     visits: list[Visit] = []
-    console.print(machine.describe(work))
-    try:
-        with ExitStack() as stack:
-            mounted = []
-            for name in arguments.only:
-                (work / name).mkdir()
-                mounted.append(stack.enter_context(contestants.available()[name](work / name)))
-            for workload in arguments.workloads:
-                visits += measure(workload, mounted, arguments)
-                report(workload, [visit for visit in visits if visit.workload == workload], arguments)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with machine.workspace(arguments.dir) as work, ExitStack() as stack:
+        mounted = []
+        for name in arguments.only:
+            (work / name).mkdir()
+            mounted.append(stack.enter_context(contestants.available()[name](work / name)))
+        for workload in arguments.workloads:
+            visits += measure(workload, mounted, arguments)
+            report(workload, [visit for visit in visits if visit.workload == workload], arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(visit) for visit in visits], indent=1))
 

@@ -15,7 +15,6 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -73,26 +72,20 @@ def main() -> None:
     options.add_argument("--sides", default=",".join(SIDES), help="which, in this order")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
     arguments = options.parse_args()
-    machine.clean_up_on_sigterm()
-    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=arguments.dir))
-    console.print(machine.describe(work))
     sides = arguments.sides.split(",")
     timings = {side: Timings() for side in sides}
     size = int(arguments.gib * GIB)
-    try:
-        with Seaweed() as server:
-            os.environ.update(server.environment())
-            for number in range(arguments.rounds):
-                for side in sides:
-                    where = work / f"{side}-{number}"
-                    where.mkdir()
-                    url = f"s3://{server.create_bucket(f'stall-{number}')}/run" if side == "remote" else None
-                    measure(timings[side], side, where, url, size, arguments.format)
-                    shutil.rmtree(where)
-                    shown = ", ".join(f"{call} {max(timings[side].calls[call]) * 1e3:.0f}" for call in CALLS)
-                    console.print(f"   {SIDES[side]}, round {number + 1}: longest so far, ms: {shown}")
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with machine.workspace(arguments.dir) as work, Seaweed() as server:
+        os.environ.update(server.environment())
+        for number in range(arguments.rounds):
+            for side in sides:
+                where = work / f"{side}-{number}"
+                where.mkdir()
+                url = f"s3://{server.create_bucket(f'stall-{number}')}/run" if side == "remote" else None
+                measure(timings[side], side, where, url, size, arguments.format)
+                shutil.rmtree(where)
+                shown = ", ".join(f"{call} {max(timings[side].calls[call]) * 1e3:.0f}" for call in CALLS)
+                console.print(f"   {SIDES[side]}, round {number + 1}: longest so far, ms: {shown}")
     report(timings, arguments.gib, arguments.format)
 
 

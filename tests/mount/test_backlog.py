@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.machines import Machines
 from tests.support.mounts import until
+from tests.support.polling import Poller
 from tests.support.proxy import Faults
 
 pytestmark = pytest.mark.timeout(170)
@@ -21,32 +21,19 @@ KEEP = 2
 
 
 @dataclass
-class Publications:
+class Publications(Poller):
     """Which steps another machine has whenever its newest one changes, and which the saver had by then."""
 
     base: Path
     saved: int = 0
     seen: list[tuple[int, set[int]]] = field(default_factory=list)
     """(steps saved by then, steps there)."""
-    problems: list[str] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
+    pause_s = 0.05
 
-    def __enter__(self) -> Publications:
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        assert self._thread is not None
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.05):
-            steps = {int(name.removeprefix("step-")) for name in os.listdir(self.base) if name.startswith("step-")}
-            if steps and (not self.seen or steps != self.seen[-1][1]):
-                self.seen.append((self.saved, steps))
+    def look(self) -> None:
+        steps = {int(name.removeprefix("step-")) for name in os.listdir(self.base) if name.startswith("step-")}
+        if steps and (not self.seen or steps != self.seen[-1][1]):
+            self.seen.append((self.saved, steps))
 
     def sent(self) -> set[int]:
         return set().union(*(steps for _, steps in self.seen))

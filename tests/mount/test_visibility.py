@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.machines import Machines, same_soon
 from tests.support.mounts import until
+from tests.support.polling import Poller
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -30,7 +31,7 @@ def content(step: int, name: str) -> bytes:
 
 
 @dataclass
-class Watcher:
+class Watcher(Poller):
     """Polls a directory on another machine and notes what must never be seen.
 
     *complete* gives the names that checkpoint *step* has once it is whole. A step is written once and its name never
@@ -45,25 +46,9 @@ class Watcher:
     seen: set[int] = field(default_factory=set)
     markers: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
 
-    def __enter__(self) -> Watcher:
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        assert self._thread is not None
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        while not self._stop.is_set() and len(self.problems) < 5:
-            try:
-                self.look()
-            except Exception as error:
-                self.problems.append(f"{type(error).__name__}: {error}")
+    def is_done(self) -> bool:
+        return len(self.problems) >= 5
 
     def steps(self) -> set[int]:
         try:
@@ -82,6 +67,12 @@ class Watcher:
             return None
 
     def look(self) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            self.problems.append(f"{type(error).__name__}: {error}")
+
+    def _look(self) -> None:
         marked = self.marked()
         if marked is not None:
             if not self.markers or self.markers[-1] != marked:

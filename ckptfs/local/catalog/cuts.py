@@ -291,19 +291,6 @@ class Cuts:
 
     # Ending
 
-    def break_cut_of(self, image: ImageId) -> Unneeded | None:
-        """Give the pending cut up because *image*, which it has not sealed, is about to be written in place.
-
-        Its directories are dirty again. None when no pending cut waits for the image.
-        """
-        with self._catalog.transaction() as db:
-            row = db.execute(
-                "SELECT cut FROM cut_entry WHERE image = ? AND manifest IS NULL"
-                " AND cut IN (SELECT id FROM cut WHERE publishing = 0)",
-                (image,),
-            ).fetchone()
-            return self._abandon(row[0]) if row else None
-
     def leave_out(self, image: ImageId) -> None:
         """*image* will never be sealed (its flush failed, it is gone): its files stay as they were published before."""
         with self._catalog.transaction() as db:
