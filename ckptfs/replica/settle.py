@@ -49,6 +49,8 @@ _POLL_S = 1.0
 """How often open files are looked at while they hold a cut back: growth is not reported by the kernel."""
 _MERGING_S = 0.05
 """When to look again while another writer's head is being merged."""
+_LATE_S = 0.005
+"""Later than this the loop was busy: what programs did meanwhile is not known yet, and may not be taken for quiet."""
 _AFTER_FAILURE_S = 5.0
 """When to try again after a cut failed (the disk is full)."""
 
@@ -234,6 +236,9 @@ class Settler:
             with trio.move_on_at(self._deadline):
                 await self._deadline_moved.wait()
             now = trio.current_time()
+            if now >= self._deadline + _LATE_S:  # we were held up, and so were requests that come before us
+                await trio.sleep(min(now - self._deadline, self._store.settings.settle_s))
+                now = trio.current_time()
             if now >= self._deadline:
                 self._deadline = math.inf
                 for ino, file in self._open.items():
