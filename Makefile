@@ -3,12 +3,13 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup system frameworks test test-slow check demo clean
+.PHONY: help setup system frameworks test test-slow test-daemon-served check demo clean
 
 help:
 	@echo "make setup       system packages (when root or sudo) and a virtual environment in $(VENV)"
 	@echo "make test        setup, then every test that takes seconds"
 	@echo "make test-slow   setup, then those that take minutes"
+	@echo "make test-daemon-served   every quick test without passthrough"
 	@echo "make check       ruff and mypy"
 	@echo "make frameworks  PyTorch for the framework tests, which are skipped without it"
 	@echo "make demo        setup, then a tour: save, vanish, resume"
@@ -32,11 +33,16 @@ $(VENV)/.dev-installed: pyproject.toml | $(VENV)/.test-installed
 frameworks: setup
 	$(BIN)/pip install --disable-pip-version-check --only-binary :all: torch
 
+# What programs see must be the same whoever serves the bytes: those tests run without passthrough too.
 test: setup
+	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest -m 'not slow' tests/posix tests/frameworks
 	$(BIN)/python -m pytest -m 'not slow'
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+test-daemon-served: setup
+	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest -m 'not slow'
 
 check: setup $(VENV)/.dev-installed
 	$(BIN)/ruff check .
