@@ -85,7 +85,7 @@ def run(work: Path, total_bytes: int) -> None:
     table = Table(title=f"{len(digests)} files, every byte equal", title_justify="left", show_header=False)
     rows = {
         "saved": f"{mib(saved)} at {saved / save_s / 1e9:.2f} GB/s",
-        "uploaded (deduplicated, compressed)": f"{mib(stored['uploaded'])} = {stored['uploaded'] / saved:.0%} of it",
+        "uploaded (deduplicated, compressed)": f"{mib(stored['on_remote'])} = {stored['on_remote'] / saved:.0%} of it",
         "replicated after the last save": f"{upload_s:.1f} s",
         "restored elsewhere": f"{mib(saved)} in {restore_s:.1f} s ({saved / restore_s / 1e9:.2f} GB/s, all checked)",
     }
@@ -121,7 +121,7 @@ def train(run_dir: Path, checkpoints: int, size_bytes: int) -> tuple[int, float]
         newest = status["newest_safe_set"]
         console.print(
             f"   checkpoint-{step}: {mib(size)} saved; safe so far: {newest['path'] if newest else 'none'}; "
-            f"uploaded {mib(status['bytes']['uploaded'])}"
+            f"uploaded {mib(status['bytes']['on_remote'])}"
         )
     return saved, seconds
 

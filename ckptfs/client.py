@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs import errors
-from ckptfs.errors import CkptfsError, MountError
+from ckptfs.errors import CkptfsError, MountError, NameMissing
 from ckptfs.local.mountinfo import CKPTFS_TYPE, mount_of
 
 CONTROL_SOCKET = "control.sock"
@@ -35,6 +35,18 @@ SILENCE_S = 60.0
 _MOST_LINE_BYTES = 64 << 20  # a status that names many sets; only a bound on nonsense
 
 PathLike = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+class StoreGone(MountError):
+    """The daemon of a mount runs on, but without its store's files."""
+
+    def __init__(self, mountpoint: str, store: Path) -> None:
+        super().__init__(
+            f"{mountpoint}: its store {store} is gone (deleted, moved, or hidden by another mount), and with it what was "
+            f"not on a remote yet; `ckptfs umount {mountpoint}` unmounts what is left"
+        )
+        self.mountpoint = mountpoint
+        self.store = store
 
 
 @dataclass(frozen=True)
@@ -50,21 +62,23 @@ class Place:
 def locate(path: PathLike) -> Place:
     """Find the mount that *path* (which need not exist) lies in.
 
-    Raises MountError when it lies in no ckptfs mount, or in one whose daemon is gone.
+    Raises MountError when it lies in no ckptfs mount, or in one whose daemon is gone, and StoreGone.
     """
     real = os.path.realpath(_absolute(path))
     mount = mount_of(real)
     if mount is None or mount.type != CKPTFS_TYPE:
         raise MountError(f"{os.fsdecode(path)}: not in a ckptfs mount")
     try:
-        store = os.getxattr(mount.mountpoint, STORE_XATTR)
+        store = Path(os.fsdecode(os.getxattr(mount.mountpoint, STORE_XATTR)))
     except OSError as error:
         raise MountError(
             f"{mount.mountpoint}: the daemon of this mount does not answer ({error.strerror}); "
             f"run `ckptfs mount {mount.mountpoint}` again to clean up and carry on"
         ) from error
+    if _is_missing(store / CONTROL_SOCKET):
+        raise StoreGone(mount.mountpoint, store)
     inside = os.path.normpath(os.path.join(mount.root, os.path.relpath(real, mount.mountpoint)))
-    return Place(mount.mountpoint, Path(os.fsdecode(store)), os.fsencode(inside))
+    return Place(mount.mountpoint, store, os.fsencode(inside))
 
 
 class Conversation:
@@ -133,10 +147,25 @@ def ask(store: Path, op: str, on_progress: Callable[[dict[str, Any]], None] | No
         return conversation.result(on_progress)
 
 
+def ask_about(
+    path: PathLike, op: str, on_progress: Callable[[dict[str, Any]], None] | None = None, **fields: Any
+) -> Any:
+    """Send a request about *path* to the daemon of its mount and return the result; see `Conversation`.
+
+    Raises NameMissing, in the words of whoever gave the path, when there is no such file.
+    """
+    place = locate(path)
+    try:
+        return ask(place.store, op, on_progress, path=os.fsdecode(place.inside), **fields)
+    except NameMissing as error:
+        if os.path.lexists(_absolute(path)):
+            raise  # something below it was removed meanwhile
+        raise NameMissing(f"{os.fsdecode(path)}: no such file or directory") from error
+
+
 def status(path: PathLike) -> dict[str, Any]:
     """What is safe and what is not in the mount that holds *path*; `ckptfs status --json` prints the same."""
-    place = locate(path)
-    answer: dict[str, Any] = ask(place.store, "status", path=os.fsdecode(place.inside))
+    answer: dict[str, Any] = ask_about(path, "status")
     return answer
 
 
@@ -147,15 +176,16 @@ def wait(path: PathLike, for_: str = "replicated", timeout: float | None = None)
     """
     if for_ not in TARGETS:
         raise ValueError(f"for_ must be one of {', '.join(TARGETS)}, not {for_!r}")
-    place = locate(path)
-    answer = ask(place.store, "wait", path=os.fsdecode(place.inside), target=for_, timeout_s=timeout)
+    answer = ask_about(path, "wait", target=for_, timeout_s=timeout)
     return bool(answer["reached"])
 
 
-def publish(path: PathLike) -> None:
-    """Make what is under *path* visible on the remote now, without waiting for it to settle; returns when it is."""
-    place = locate(path)
-    ask(place.store, "publish", path=os.fsdecode(place.inside))
+def publish(path: PathLike) -> list[str]:
+    """Make what is under *path* visible on the remote now, without waiting for it to settle; returns when it is.
+
+    Gives the paths, below the mountpoint, of files that were left out because they are open for writing.
+    """
+    return list(ask_about(path, "publish")["unfinished"])
 
 
 def prefetch(path: PathLike) -> None:
@@ -163,8 +193,7 @@ def prefetch(path: PathLike) -> None:
 
     Raises MountError when something cannot be had, or the disk is full; what came is kept.
     """
-    place = locate(path)
-    ask(place.store, "prefetch", path=os.fsdecode(place.inside))
+    ask_about(path, "prefetch")
 
 
 @contextlib.contextmanager
@@ -214,7 +243,18 @@ def _run(arguments: list[str], fine: tuple[int, ...] = (0,)) -> None:
     )
     if done.returncode not in fine:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise MountError(said[-1] if said else f"ckptfs {arguments[0]} failed with status {done.returncode}")
+        last = said[-1].removeprefix("Error: ") if said else ""
+        raise MountError(last or f"ckptfs {arguments[0]} failed with status {done.returncode}")
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass  # another user's: connecting tells
+    return False
 
 
 def _connect(store: Path) -> socket.socket:

@@ -32,6 +32,15 @@ STATES = ("writing", "closed", "sealed", "replicated", "verified")
 _CHECKPOINT_WAL_BYTES = 16 << 20
 
 
+def pending_parts(progress: Progress) -> dict[str, int]:
+    """What is pending, as status documents have it."""
+    return {
+        "files": progress.pending_files,
+        "changes": progress.pending_changes,
+        "bytes": progress.pending_bytes,
+    }
+
+
 class Engine:
     """See the module. *remote* None is a local store alone."""
 
@@ -127,13 +136,18 @@ class Engine:
         """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, OSError."""
         await prefetch(self.filesystem, await self._resolve(path), progress)
 
-    async def publish(self, path: bytes = b"/") -> None:
-        """Cut at once; returns when the head with it is acknowledged."""
-        await self._resolve(path)
+    async def publish(self, path: bytes = b"/") -> list[bytes]:
+        """Cut at once; returns when the head with it is acknowledged: the paths under *path* that are not in it.
+
+        They are of files that are open for writing.
+        """
+        ino = await self._resolve(path)
         if self.replica is None:
             raise RemoteError("this mount has no remote to publish to: mount with --remote")
         await self._all_sealed()
         await self.replica.publish_now()
+        left = {each.ino for each in self._totals.pending_under(ino) if self.filesystem.is_changing(each.ino)}
+        return sorted(self._store.names.path(each) for each in left)
 
     async def drain(self, deadline_s: float | None) -> bool:
         """Seal and publish what there is, now; whether nothing is pending when it returns."""
@@ -141,8 +155,7 @@ class Engine:
             await self._all_sealed()
             if self.replica:
                 await self.replica.drained()
-        progress = self.progress()
-        return not progress.pending_files and not progress.pending_bytes
+        return self.progress().is_clear
 
     async def _all_sealed(self) -> None:
         while not self.sealer.idle:
@@ -152,6 +165,11 @@ class Engine:
 
     # Telling
 
+    @property
+    def reading_error(self) -> str | None:
+        """Why bytes from the remote do not come just now; None while they do."""
+        return self.replica.hydrator.last_error if self.replica else None
+
     def writers_open(self) -> int:
         """How many files are open for writing."""
         return sum(1 for file in self.filesystem.files.files() if file.writers or file.held)
@@ -160,8 +178,8 @@ class Engine:
         """What is pending now."""
         if self.replica is None:
             return Progress(0, 0, 0, 0.0, None, None)
-        names = self._totals.names_pending()
-        return dataclasses.replace(self.replica.progress(), pending_files=names)
+        names, changes = self._totals.names_pending()
+        return dataclasses.replace(self.replica.progress(), pending_files=names, pending_changes=changes)
 
     async def state(self, path: bytes) -> str:
         """writing, closed, sealed, replicated or verified: the least of what is under *path*. Raises NameMissing."""
@@ -175,7 +193,7 @@ class Engine:
                 file.modified for each in unsealed for file in (self.filesystem.files.get(each),) if file is not None
             )
             return "writing" if being_written else "closed"
-        if self.replica is None or self._totals.pending_under(ino, limit=1):
+        if self.replica is None or self._totals.pending_under(ino, limit=1) or self._totals.removals_under(ino):
             return "sealed"
         return "verified" if await self.replica.is_verified(self._totals.manifests_under(ino)) else "replicated"
 
@@ -186,10 +204,10 @@ class Engine:
         document: dict[str, Any] = {
             "path": path.decode(errors="surrogateescape"),
             "state": await self.state_of(ino),
-            "pending": {"files": progress.pending_files, "bytes": progress.pending_bytes},
+            "pending": pending_parts(progress),
             "remote": None,
             "writer": self._store.writer.hex(),
-            "safe": self.replica is not None and not progress.pending_files and not progress.pending_bytes,
+            "safe": self.replica is not None and progress.is_clear,
             "last_error": progress.last_error,
         }
         logical = self._totals.logical_bytes()
@@ -199,7 +217,7 @@ class Engine:
                 "at_risk": {"files": None, "bytes": logical, "eta_s": None, "sets": []},
                 "newest_safe_set": None,
                 "last_success_s": None,
-                "bytes": {"logical": logical, "stored": stored, "uploaded": 0},
+                "bytes": {"logical": logical, "stored": stored, "on_remote": 0},
             }
             return document
         sets = self.replica.sets_at_risk([each for each in self._totals.pending_under(ROOT_INODE)])
@@ -213,7 +231,7 @@ class Engine:
             },
             "newest_safe_set": self.replica.newest_safe_set(),
             "last_success_s": self.replica.last_success_s,
-            "bytes": {"logical": logical, "stored": stored, "uploaded": self.replica.uploaded_bytes},
+            "bytes": {"logical": logical, "stored": stored, "on_remote": self.replica.remote_bytes},
         }
         return document
 

@@ -36,7 +36,7 @@ import trio
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
-from ckptfs.engine import Engine
+from ckptfs.engine import Engine, pending_parts
 from ckptfs.errors import CkptfsError, MountError
 from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
@@ -266,12 +266,12 @@ class Daemon:
             "remote": self._settings.remote,
             "store": str(self._store.path),
             "safe": status["safe"],
-            "pending": {"files": progress.pending_files, "bytes": progress.pending_bytes},
+            "pending": pending_parts(progress),
             "at_risk": status["at_risk"],
             "newest_safe_set": status["newest_safe_set"],
             "last_error": progress.last_error,
             "sent_bytes": progress.sent_bytes,
-            "uploaded_bytes": status["bytes"]["uploaded"],
+            "remote_bytes": status["bytes"]["on_remote"],
         }
 
 
@@ -281,14 +281,14 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         return "ended before it served"
     if summary["remote"] is None:
         return f"everything is in the store {summary['store']}, and only there: there is no remote"
-    if not summary["pending"]["files"] and not summary["pending"]["bytes"]:
+    left = summary["pending"]
+    if not any(left.values()):
         return f"everything is on {summary['remote']}"
-    files = summary["pending"]["files"]
     error = f" (last error: {summary['last_error']})" if summary["last_error"] else ""
-    return (
-        f"{files} {'file' if files == 1 else 'files'}, {summary['pending']['bytes']} bytes are only in the store "
-        f"{summary['store']}; the next mount goes on with them{error}"
-    )
+    what = f"{left['files']} {'file' if left['files'] == 1 else 'files'}, {left['bytes']} bytes"
+    if not left["files"] and not left["bytes"]:
+        what = f"{left['changes']} changes of names"
+    return f"{what} are only in the store {summary['store']}; the next mount goes on with them{error}"
 
 
 def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
@@ -328,7 +328,7 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
         else:
             reporter.ended(f"the daemon failed: {_one_line(error)}; see {store.path / LOG_NAME}")
         return 1
-    return EXIT_PENDING if daemon.summary["pending"]["files"] or daemon.summary["pending"]["bytes"] else 0
+    return EXIT_PENDING if any(daemon.summary["pending"].values()) else 0
 
 
 def _calm_collector() -> None:

@@ -104,6 +104,7 @@ class Requests:
                 "pending_bytes": fetching.total_bytes - fetching.fetched_bytes,
                 "sent_bytes": fetching.fetched_bytes,
                 "eta_s": fetching.eta_s,
+                "last_error": self._engine.reading_error,
             }
 
         async def fetch() -> None:
@@ -116,11 +117,11 @@ class Requests:
         """Cut at once and return when the head is acknowledged."""
         path = _path(request)
 
-        async def publish() -> None:
-            await self._engine.publish(path)
+        async def publish() -> list[bytes]:
+            return await self._engine.publish(path)
 
-        await self._work(publish, reply)
-        return dataclasses.asdict(self._engine.progress())
+        unfinished = await self._work(publish, reply)
+        return {**self._uploads(), "unfinished": [os.fsdecode(each) for each in unfinished]}
 
     async def credentials(self, request: Request, reply: Reply) -> dict[str, Any]:
         """Give the remote another shell's AWS_* environment."""

@@ -65,7 +65,9 @@ class Hydrator:
         """*write* stands for os.pwrite in tests of a full disk."""
         self._stop = threading.Event()
         limits = Limits(tuning.retry_first_s, tuning.retry_most_s, deadline_s=tuning.read_timeout_s, cancel=self._stop)
-        retrying = Retrying(remote, limits)
+        self.last_error: str | None = None
+        """Why the last request failed and is made again; None once bytes came."""
+        retrying = Retrying(remote, limits, on_retry=self._failing)
         limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
         self._contents = Contents(catalog)
@@ -93,6 +95,9 @@ class Hydrator:
         finally:
             self._nursery = None
             self._stop.set()
+
+    def _failing(self, error: RemoteError, wait_s: float) -> None:
+        self.last_error = str(error)
 
     async def content(self, manifest_row: int) -> Content:
         """What a sealed file version consists of. Raises ContentUnavailable."""
@@ -234,6 +239,7 @@ class Hydrator:
         del self._flights[image, offset]
         flight.error = outcome.error
         if outcome.error is None:
+            self.last_error = None
             for index, each in enumerate(flight.images):
                 if each.present is not None:
                     each.present.add(offset, offset + chunk.length)

@@ -69,6 +69,13 @@ class Progress:
     rate_bytes_s: float
     eta_s: float | None
     last_error: str | None
+    pending_changes: int = 0
+    """Directories, and names that were removed."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nothing is left to do."""
+        return not (self.pending_files or self.pending_bytes or self.pending_changes)
 
 
 class Publisher:

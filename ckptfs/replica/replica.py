@@ -217,7 +217,7 @@ class Replica:
         return self.publisher.last_error or self.follower.last_error
 
     @property
-    def uploaded_bytes(self) -> int:
+    def remote_bytes(self) -> int:
         """Encoded bytes on the remote that this store knows of."""
         return self.packs.stored_bytes()
 

@@ -14,6 +14,7 @@ finish alone: an object that nobody names is no harm.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import OrderedDict
@@ -45,7 +46,9 @@ _LOOK_UP = 1500
 _DESCRIPTORS = 16
 """Images held open while a pack is built; a pack of small files has thousands."""
 _RATE_OVER_S = 10.0
-"""The upload rate is averaged over about this long."""
+"""The upload rate is averaged over about this long ..."""
+_RATE_FROM_S = 1.0
+"""... and told from when so much was seen of it."""
 
 
 class DamagedContent(CkptfsError):
@@ -116,16 +119,26 @@ class UploadCounters:
     """The same bytes before they were encoded."""
     packs: int = 0
     puts: int = 0
-    rate_bytes_s: float = 0.0
-    """Raw bytes per second, lately."""
+    _lately_bytes: float = 0.0
+    _lately_s: float = 0.0
     _rated_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def rate_bytes_s(self) -> float:
+        """Raw bytes per second while something was sent, lately; 0 when that is not known yet."""
+        return self._lately_bytes / self._lately_s if self._lately_s >= _RATE_FROM_S else 0.0
+
+    def begin(self) -> None:
+        """Sending begins: the time before was idle."""
+        self._rated_at = time.monotonic()
 
     def sent(self, encoded: int, raw: int) -> None:
         now = time.monotonic()
-        elapsed = max(now - self._rated_at, 1e-3)
-        weight = min(1.0, elapsed / _RATE_OVER_S)
-        self.rate_bytes_s += weight * (raw / elapsed - self.rate_bytes_s)
+        elapsed = now - self._rated_at
         self._rated_at = now
+        forgotten = math.exp(-elapsed / _RATE_OVER_S)
+        self._lately_bytes = self._lately_bytes * forgotten + raw
+        self._lately_s = self._lately_s * forgotten + elapsed
         self.sent_bytes += encoded
         self.raw_bytes += raw
         self.packs += 1
@@ -174,6 +187,7 @@ class Uploader:
         large = pending_bytes > self._tuning.large_after_bytes
         pack_bytes = self._tuning.pack_bytes_large if large else self._tuning.pack_bytes
         plan = PackPlan(pack_bytes)
+        self._counters.begin()
         failures: list[Exception] = []
         on_its_way: set[ChunkId] = set()
         send, receive = trio.open_memory_channel[list[Needed]](0)

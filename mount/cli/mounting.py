@@ -21,7 +21,7 @@ from ckptfs.local.probe import Probe, probe
 from .. import mountpoint as mounts
 from .. import placement
 from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter
-from .output import DURATION, files, size
+from .output import DURATION, parts, size
 from .waiting import Waiting
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
@@ -320,12 +320,12 @@ def _tell_end(mountpoint: str, summary: dict[str, Any]) -> int:
     if summary["remote"] is None:
         click.echo(f"unmounted {mountpoint}; everything is in the store {summary['store']}, and only there")
         return 0
-    if not left["files"] and not left["bytes"]:
+    if not any(left.values()):
         sent = f" ({size(summary['sent_bytes'])} sent by this mount)" if summary["sent_bytes"] else ""
         click.echo(f"unmounted {mountpoint}; everything is on {summary['remote']}{sent}")
         return 0
     click.echo(
-        f"unmounted {mountpoint}; NOT on {summary['remote']} yet: {files(left['files'])}, {size(left['bytes'])}. "
+        f"unmounted {mountpoint}; NOT on {summary['remote']} yet: {parts(left)}. "
         f"They are in the store {summary['store']}; `ckptfs mount {mountpoint}` goes on with them"
         + (f". Last error: {summary['last_error']}" if summary["last_error"] else "")
     )

@@ -65,11 +65,19 @@ def files(count: int | None) -> str:
     return "files" if count is None else f"{count} file" if count == 1 else f"{count} files"
 
 
+def parts(left: dict[str, int]) -> str:
+    """What is left: files and their bytes, or else how many directories and removals."""
+    if left["files"] or left["bytes"]:
+        return f"{files(left['files'])}, {size(left['bytes'])}"
+    return "1 change of names" if left["changes"] == 1 else f"{left['changes']} changes of names"
+
+
 def pending(progress: dict[str, Any]) -> str:
     """What a progress report says is left, with an estimate."""
-    if not progress["pending_files"] and not progress["pending_bytes"]:
+    counts = {name: progress.get(f"pending_{name}", 0) for name in ("files", "bytes", "changes")}
+    if not any(counts.values()):
         return "nothing"
-    left = f"{files(progress['pending_files'])}, {size(progress['pending_bytes'])}"
+    left = parts(counts)
     if progress.get("rate_bytes_s"):
         left += f", {size(progress['rate_bytes_s'])}/s"
     if progress.get("eta_s") is not None:

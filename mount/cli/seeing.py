@@ -97,8 +97,13 @@ def publish(path: str, as_json: bool) -> None:
     place = locate(path)
     with Waiting("publishing", quiet=as_json) as waiting:
         answer = ask(place.store, "publish", waiting.show, path=os.fsdecode(place.inside))
+    unfinished = answer["unfinished"]
     if as_json:
-        click.echo(json.dumps({"path": path, "published": True, **answer}))
+        click.echo(json.dumps({"path": path, "published": not unfinished, **answer}))
+    for each in unfinished:
+        click.echo(f"not published: {each} is open for writing; it is when it was closed", err=True)
+    if unfinished:
+        sys.exit(EXIT_PENDING)
 
 
 @click.command("ls")
@@ -168,7 +173,7 @@ def _show(document: dict[str, Any], *, asked: bool) -> None:
         rows.append(("last error", document["last_error"] or "none"))
     sizes = document["bytes"]
     rows.append(("bytes", f"{size(sizes['logical'])} in files, {size(sizes['stored'])} stored here, "
-                          f"{size(sizes['uploaded'])} uploaded"))  # fmt: skip
+                          f"{size(sizes['on_remote'])} on the remote"))  # fmt: skip
     for name, value in rows:
         console.print(Text(f"{name:<13}", style="bold") + Text(value))
 
@@ -177,10 +182,12 @@ def _lost(document: dict[str, Any]) -> str:
     risk = document["at_risk"]
     if document["remote"] is None:
         return f"everything ({size(risk['bytes'])})"
+    if not risk["files"] and not risk["bytes"]:
+        return "only " + pending(_pending(document))
     lost = f"{files(risk['files'])}, {size(risk['bytes'])}"
     return lost if risk["eta_s"] is None else f"{lost} (safe in about {in_words(risk['eta_s'])})"
 
 
 def _pending(document: dict[str, Any]) -> dict[str, Any]:
     left = document["pending"]
-    return {"pending_files": left["files"], "pending_bytes": left["bytes"]}
+    return {"pending_files": left["files"], "pending_bytes": left["bytes"], "pending_changes": left["changes"]}

@@ -31,7 +31,7 @@ class Waiting:
 
     def show(self, report: dict[str, Any]) -> None:
         """Take one progress report; nothing pending shows nothing."""
-        if self._quiet or not (report["pending_bytes"] or report["pending_files"]):
+        if self._quiet or not (report["pending_bytes"] or report["pending_files"] or report.get("pending_changes")):
             return
         if sys.stderr.isatty():
             self._draw(report)

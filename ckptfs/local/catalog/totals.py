@@ -53,10 +53,22 @@ class Totals:
         )
         return [Pending(*row) for row in rows]
 
-    def names_pending(self) -> int:
-        """Names that were bound, changed or removed here and are in no acknowledged head like that."""
-        row = self._db.execute("SELECT count(*) FROM dirent WHERE origin_seq IS NULL").fetchone()
-        return int(row[0])
+    def names_pending(self) -> tuple[int, int]:
+        """Names that are in no acknowledged head as they are now: of files, and of directories and what was removed."""
+        row = self._db.execute(
+            "SELECT count(*), count(CASE WHEN i.mode & 61440 <> 16384 THEN 1 END)"
+            " FROM dirent d LEFT JOIN inode i ON i.ino = d.ino WHERE d.origin_seq IS NULL"
+        ).fetchone()
+        return row[1], row[0] - row[1]
+
+    def removals_under(self, ino: Inode) -> bool:
+        """Whether a name below *ino* was removed, and the remote does not know it yet."""
+        row = self._db.execute(
+            _UNDER + "SELECT 1 FROM tree JOIN dirent d ON d.parent = tree.ino"
+            " WHERE d.ino IS NULL AND d.origin_seq IS NULL LIMIT 1",
+            (ino,),
+        ).fetchone()
+        return row is not None
 
     def changes_pending(self) -> bool:
         """Whether any directory differs from what was published because of a change here."""

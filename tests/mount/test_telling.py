@@ -1,0 +1,71 @@
+"""What commands say must be so: what is pending, what was published, how fast it goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import ckptfs
+from tests.support.machines import Machines
+from tests.support.mounts import until
+from tests.support.proxy import Faults
+
+
+def test_publish_says_what_is_left_out(machines: Machines) -> None:
+    """A file that is open for writing is named, with exit status 3; what is closed is published all the same."""
+    site = machines.site("site")
+    top = machines.mount(site)
+    (top / "d").mkdir()
+    (top / "d" / "closed").write_bytes(b"1")
+    with open(top / "d" / "open", "wb", buffering=0) as file:
+        file.write(b"2")
+        done = site.run("publish", str(top / "d"))
+        assert done.status == 3 and "not published: /d/open is open for writing" in done.err
+        answer = json.loads(site.run("publish", "--json", str(top)).out)
+        assert (answer["published"], answer["unfinished"]) == (False, ["/d/open"])
+        assert ckptfs.publish(top / "d" / "closed") == []
+        assert "closed" in site.run("ls", f"{machines.url}/d").out
+    assert ckptfs.publish(top) == []
+    assert "open" in site.run("ls", f"{machines.url}/d").out
+
+
+def test_removals_are_waited_for_and_are_no_loss(machines: Machines) -> None:
+    """`wait` returns when the remote knows what was removed; until then status counts changes, not lost files."""
+    way = machines.proxy()
+    site = machines.site("site", by=way)
+    top = machines.mount(site)
+    (top / "old").mkdir()
+    for number in range(3):
+        (top / "old" / f"{number}").write_bytes(b"1")
+    assert ckptfs.wait(top, "replicated", 30)
+    way.faults = Faults("refuse")
+    shutil.rmtree(top / "old")
+    status = site.status()
+    assert not status["safe"] and status["pending"]["changes"] and status["pending"]["files"] == 0
+    assert status["at_risk"]["files"] == 0
+    said = site.run("status", str(top)).out
+    assert "would be lost" in said and "only" in said and "of names would be lost" in said
+    assert not ckptfs.wait(top, "replicated", 1)
+    assert os.getxattr(top, "user.ckptfs.state") == b"sealed"
+    way.heal()
+    assert ckptfs.wait(top, "replicated", 30)
+    assert site.run("ls", machines.url).out == ""
+    assert site.status()["safe"]
+
+
+def test_a_rate_is_told_only_when_it_is_known(machines: Machines) -> None:
+    """After an idle time the estimate is that of the sending, not of the waiting."""
+    way = machines.proxy()
+    site = machines.site("site", by=way, tuning={"pack_bytes": 1 << 18, "piece_bytes": 1 << 18, "upload_threads": 2})
+    top = machines.mount(site)
+    (top / "first").write_bytes(os.urandom(1 << 18))
+    assert ckptfs.wait(top, "replicated", 30)
+    until(lambda: site.status()["at_risk"]["eta_s"] in (None, 0.0), "nothing to do")
+    way.faults = Faults(methods=frozenset({"PUT"}), up_bytes_per_s=1 << 20)
+    (top / "second").write_bytes(os.urandom(6 << 20))
+    etas = []
+    while not ckptfs.wait(top, "replicated", 0.3):
+        eta = site.status()["at_risk"]["eta_s"]
+        etas += [eta] if eta is not None else []
+    assert etas and max(etas) < 30, etas
