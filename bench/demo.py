@@ -45,6 +45,10 @@ except ImportError:
     save_file = None
 
 
+TRAINING_S = 3.0
+"""A run trains between two saves, and that is when replication happens."""
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--gib", type=float, default=1.1, help="bytes to save in all")
@@ -117,11 +121,12 @@ def train(run_dir: Path, checkpoints: int, size_bytes: int) -> tuple[int, float]
         seconds += time.perf_counter() - started
         size = sum(path.stat().st_size for path in directory.iterdir())
         saved += size
+        time.sleep(TRAINING_S)
         status = ckptfs.status(run_dir)
         newest = status["newest_safe_set"]
         console.print(
-            f"   checkpoint-{step}: {mib(size)} saved; safe so far: {newest['path'] if newest else 'none'}; "
-            f"uploaded {mib(status['bytes']['on_remote'])}"
+            f"   checkpoint-{step}: {mib(size)} saved; {TRAINING_S:.0f} s later {mib(status['bytes']['on_remote'])} "
+            f"are uploaded, safe: {newest['path'] if newest else 'none'}"
         )
     return saved, seconds
 

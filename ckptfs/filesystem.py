@@ -261,7 +261,7 @@ class FileSystem:
         self._naming.move(parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE)
         if target is not None and flags != RENAME_EXCHANGE:
             self.purge_if_gone(target.ino)
-        self._listener.entry_changed(parent, name)
+        self._listener.entry_changed(parent, name, renamed=parent == new_parent)
         self._listener.entry_changed(new_parent, new_name)
 
     # Attributes

@@ -7,12 +7,13 @@ file system. `run` holds the background tasks; everything else is called on the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from stat import S_ISDIR
 from typing import Protocol
 
 import trio
 
+from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.ids import ChunkId, ImageId, Inode
 from ckptfs.local.catalog.cuts import Cuts, Unneeded
 from ckptfs.local.catalog.heads import Heads
@@ -20,8 +21,8 @@ from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.catalog.totals import Pending, Totals
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
-from ckptfs.remote.base import ObjectStore
 from ckptfs.replica import sets
+from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.follow import Follower
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.logs import LogSealer, OpenLog
@@ -37,6 +38,9 @@ _CATCH_UP_S = 10.0
 """How long a mount waits for what other writers did before it serves; the rest comes while it serves."""
 _HALFWAY_S = 10.0
 """How long somebody who looks waits for the rest of a head that is being merged; its trees are here by then."""
+_RECOGNISE_S = 1.0
+"""How long somebody who asks what is safe waits for the remote to say which one it is."""
+_LOOK_EVERY_S = 0.5
 _RECORD_EVERY_S = 2.0
 _SETS_LOOKED_AT = 1000
 
@@ -59,7 +63,7 @@ class Replica:
     def __init__(
         self,
         store: Store,
-        remote: ObjectStore,
+        remote: BoundStore,
         *,
         files: Callable[[], Files],
         reseal: Callable[[ImageId], None],
@@ -67,6 +71,7 @@ class Replica:
     ) -> None:
         self._store = store
         self._remote = remote
+        self._recognising = trio.CapacityLimiter(1)
         self.files = files
         self.read_only = read_only
         self._idle_images: list[Image] = []
@@ -126,8 +131,8 @@ class Replica:
 
     # What the file system did (ChangeListener)
 
-    def entry_changed(self, parent: Inode, name: bytes) -> None:
-        self.settler.entry_changed(parent, name)
+    def entry_changed(self, parent: Inode, name: bytes, *, renamed: bool = False) -> None:
+        self.settler.entry_changed(parent, name, renamed=renamed)
 
     def writing(self, ino: Inode, new: bool) -> None:
         self.settler.writing(ino, new)
@@ -179,15 +184,52 @@ class Replica:
             self.publisher.retry_now()
 
     async def publish_now(self) -> None:
+        """As `Publisher.publish_now`. Raises RemoteUnusable when what answers is not this store's remote."""
         await self.merger.whole()
-        await self.publisher.publish_now()
+        await self._unless_wrong(self.publisher.publish_now)
 
     async def drained(self) -> None:
-        """Cut at once; returns when every cut is published."""
+        """Cut at once; returns when every cut is published. Raises as `publish_now`."""
         if not self.read_only:
             await self.merger.whole()
             self.settler.cut_now()
-            await self.publisher.drained()
+            await self._unless_wrong(self.publisher.drained)
+
+    @property
+    def seems_wrong(self) -> bool:
+        """Whether what answered last was not this store's remote."""
+        return self._remote.wrong is not None
+
+    async def wrong(self) -> str | None:
+        """Why what answers now, or answered last, is not this store's remote; None when it is."""
+        with trio.move_on_after(_RECOGNISE_S):
+            try:
+                await trio.to_thread.run_sync(
+                    self._remote.recognise, limiter=self._recognising, abandon_on_cancel=True
+                )
+            except RemoteError as error:
+                log.debug("the remote was not recognised: %s", error)
+        return None if self._remote.wrong is None else str(self._remote.wrong)
+
+    async def demand_right(self) -> None:
+        """Raises RemoteUnusable when what answers is not this store's remote: nobody need wait for it."""
+        wrong = await self.wrong()
+        if wrong is not None:
+            raise RemoteUnusable(wrong)
+
+    async def _unless_wrong(self, work: Callable[[], Awaitable[None]]) -> None:
+        await self.demand_right()
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                while not self.seems_wrong:
+                    await trio.sleep(_LOOK_EVERY_S)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            await work()
+            nursery.cancel_scope.cancel()
+        await self.demand_right()
 
     async def verify(self, manifests: Iterable[int]) -> None:
         """Re-read those packs of *manifests* that the remote's own checksum did not verify. Raises RemoteError."""
@@ -240,9 +282,7 @@ class Replica:
 
     def take_credentials(self, env: Mapping[str, str]) -> None:
         """Use these AWS_* variables from now on. Raises RemoteError when they make no sense."""
-        refresh = getattr(self._remote, "refresh_credentials", None)
-        if refresh is not None:
-            refresh(env)
+        self._remote.refresh_credentials(env)
         self.publisher.retry_now()
 
     # Within

@@ -135,7 +135,7 @@ class Settler:
 
     # Events
 
-    def entry_changed(self, parent: Inode, name: bytes) -> None:
+    def entry_changed(self, parent: Inode, name: bytes, *, renamed: bool = False) -> None:
         """A name was created, renamed or removed."""
         if self._store.catalog.commits == self._commits_cut:
             return  # the other half of a rename, of which the first half led to a cut
@@ -152,7 +152,7 @@ class Settler:
             directory.verdict = None
         if name == b"latest":
             self._forget_verdicts()
-        if child is None and not name.endswith(b"tmp"):  # which was renamed
+        if child is None and not renamed:
             directory.removed_at = now
         if not sets.is_set_name(name) and (child is None or self._kind(child) is None):
             directory.named_at = now

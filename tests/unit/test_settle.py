@@ -113,6 +113,25 @@ def test_trainer_checkpoint_is_cut_at_its_last_file(tmp_path: Path) -> None:
     settling(tmp_path / "s", test)
 
 
+def test_a_file_renamed_into_place_is_no_removal(tmp_path: Path) -> None:
+    """safetensors writes beside and renames: a checkpoint with such files is cut at its last one all the same.
+
+    A name that was removed is another matter: what is being rotated away may look whole for a while.
+    """
+
+    async def test(here: Watched) -> None:
+        await here.mkdir("checkpoint-5")
+        await here.write("checkpoint-5/.tmpa1B2c3", b"m")
+        await here.rename("checkpoint-5/.tmpa1B2c3", "checkpoint-5/model.safetensors")
+        await here.write("checkpoint-5/trainer_state.json", b"{}")
+        assert here.times == [0.0]
+        await here.unlink("checkpoint-5/model.safetensors")
+        await trio.sleep(60)
+        assert here.times == [0.0, 5.0]
+
+    settling(tmp_path / "s", test)
+
+
 def test_temporary_directory_is_cut_at_its_rename(tmp_path: Path) -> None:
     """What lies below a temporary name is not whole before the rename, and is at the rename."""
 
