@@ -13,13 +13,13 @@ from typing import Any
 
 import trio
 
-from ckptfs.errors import RemoteError
+from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.store import Store
 from ckptfs.prefetch import Fetching, prefetch
-from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
 from ckptfs.replica.seal import Sealer
@@ -47,7 +47,7 @@ class Engine:
     def __init__(
         self,
         store: Store,
-        remote: ObjectStore | None,
+        remote: BoundStore | None,
         *,
         read_only: bool = False,
     ) -> None:
@@ -101,7 +101,8 @@ class Engine:
     async def wait(self, path: bytes, target: str, timeout_s: float | None) -> bool:
         """Whether everything under *path* reached *target* in time. Raises NameMissing, InvalidArgument.
 
-        Waiting for more than sealed publishes at once.
+        Waiting for more than sealed publishes at once, and raises RemoteUnusable when what answers is not the remote
+        that the store is bound to.
         """
         ino = await self._resolve(path)
         wanted = STATES.index(target)
@@ -115,7 +116,10 @@ class Engine:
                 state = await self.state_of(ino)
                 if replica and state == "replicated" and target == "verified":
                     state = await self._verified(replica, ino)
-                if STATES.index(state) >= wanted:
+                reached = STATES.index(state) >= wanted
+                if replica and (reached or first or replica.seems_wrong):
+                    await replica.demand_right()
+                if reached:
                     return True
                 # Once, and again only when nothing is on its way: others' checkpoints are cut along, whole or not.
                 if replica and state != "writing" and (first or replica.publisher.is_drained):
@@ -154,7 +158,10 @@ class Engine:
         with trio.move_on_after(float("inf") if deadline_s is None else deadline_s):
             await self._all_sealed()
             if self.replica:
-                await self.replica.drained()
+                try:
+                    await self.replica.drained()
+                except RemoteUnusable as error:
+                    log.error("not waiting for uploads: %s", error)
         return self.progress().is_clear
 
     async def _all_sealed(self) -> None:
@@ -200,6 +207,7 @@ class Engine:
     async def status(self, path: bytes = b"/") -> dict[str, Any]:
         """The status document; see docs. Everything in it can be written as JSON. Raises NameMissing."""
         ino = await self._resolve(path)
+        wrong = await self.replica.wrong() if self.replica else None
         progress = self.progress()
         document: dict[str, Any] = {
             "path": path.decode(errors="surrogateescape"),
@@ -207,8 +215,9 @@ class Engine:
             "pending": pending_parts(progress),
             "remote": None,
             "writer": self._store.writer.hex(),
-            "safe": self.replica is not None and progress.is_clear,
-            "last_error": progress.last_error,
+            "safe": self.replica is not None and progress.is_clear and wrong is None,
+            "remote_wrong": wrong,
+            "last_error": wrong or progress.last_error,
         }
         logical = self._totals.logical_bytes()
         stored = self._stored_bytes()
@@ -229,7 +238,7 @@ class Engine:
                 "eta_s": progress.eta_s,
                 "sets": sets,
             },
-            "newest_safe_set": self.replica.newest_safe_set(),
+            "newest_safe_set": self.replica.newest_safe_set() if wrong is None else None,
             "last_success_s": self.replica.last_success_s,
             "bytes": {"logical": logical, "stored": stored, "on_remote": self.replica.remote_bytes},
         }

@@ -37,12 +37,13 @@ if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
 from ckptfs.engine import Engine, pending_parts
-from ckptfs.errors import CkptfsError, MountError
+from ckptfs.errors import CkptfsError, MountError, RemoteError, RemoteUnusable
 from ckptfs.local.store import Store
-from ckptfs.remote.base import ObjectStore
-from ckptfs.remote.open import open_remote
+from ckptfs.remote.offline import OfflineStore
+from ckptfs.remote.open import canonical_url, open_remote
 from ckptfs.remote.retry import Limits, Retrying
-from ckptfs.replica.admission import admit
+from ckptfs.replica.admission import admit, bind, bound_to, recognise
+from ckptfs.replica.bound import BoundStore
 
 from .control import ControlServer
 from .mountpoint import raise_read_ahead
@@ -75,7 +76,7 @@ _ANSWERS_S = 10.0  # for control clients to read the summary
 class Daemon:
     """One mount, from its checks to its end. Built once the store is open; see `run`."""
 
-    def __init__(self, order: Order, store: Store, remote: ObjectStore | None) -> None:
+    def __init__(self, order: Order, store: Store, remote: BoundStore | None) -> None:
         self.closing = trio.Event()
         self.ended = trio.Event()
         self.summary: Mapping[str, Any] = {}
@@ -266,10 +267,11 @@ class Daemon:
             "remote": self._settings.remote,
             "store": str(self._store.path),
             "safe": status["safe"],
+            "remote_wrong": status["remote_wrong"],
             "pending": pending_parts(progress),
             "at_risk": status["at_risk"],
             "newest_safe_set": status["newest_safe_set"],
-            "last_error": progress.last_error,
+            "last_error": status["last_error"],
             "sent_bytes": progress.sent_bytes,
             "remote_bytes": status["bytes"]["on_remote"],
         }
@@ -283,6 +285,8 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         return f"everything is in the store {summary['store']}, and only there: there is no remote"
     left = summary["pending"]
     if not any(left.values()):
+        if summary["remote_wrong"]:
+            return f"nothing is known to be on {summary['remote']}: {summary['remote_wrong']}"
         return f"everything is on {summary['remote']}"
     error = f" (last error: {summary['last_error']})" if summary["last_error"] else ""
     what = f"{left['files']} {'file' if left['files'] == 1 else 'files'}, {left['bytes']} bytes"
@@ -328,7 +332,7 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
         else:
             reporter.ended(f"the daemon failed: {_one_line(error)}; see {store.path / LOG_NAME}")
         return 1
-    return EXIT_PENDING if any(daemon.summary["pending"].values()) else 0
+    return EXIT_PENDING if daemon.summary["remote"] is not None and not daemon.summary["safe"] else 0
 
 
 def _calm_collector() -> None:
@@ -354,26 +358,23 @@ def _give_memory_back() -> None:
         pass  # another C library, with habits of its own
 
 
-def _settle(store: Store, order: Order) -> ObjectStore | None:
+def _settle(store: Store, order: Order) -> BoundStore | None:
     """Open the remote and see that it may be used; then the store remembers what *order* says.
 
-    Raises MountError and RemoteError.
+    Raises MountError and RemoteError, and then nothing was created or remembered.
     """
     first = not (store.path / "settings.json").exists()
     known = store.settings
-    url = order.remote if order.remote is not None else known.remote
-    remote = None
-    if url is not None:
-        remote = open_remote(url)
-        if known.remote is not None and remote.url != known.remote:
-            raise MountError(
-                f"the store {store.path} replicates to {known.remote}, not to {remote.url}: "
-                "choose another store (--store), or leave --remote out"
-            )
-        admit(Retrying(remote, _REMOTE_CHECK), create=not order.read_only)
-    root = os.geteuid() == 0
+    url = canonical_url(order.remote) if order.remote is not None else known.remote
+    if known.remote is not None and url != known.remote:
+        raise MountError(
+            f"the store {store.path} replicates to {known.remote}, not to {url}: "
+            "choose another store (--store), or leave --remote out"
+        )
     if order.owner is not None:
         _owner(order.owner)
+    remote = _meet(store, url, order) if url is not None else None
+    root = os.geteuid() == 0
     changes: dict[str, Any] = {
         name: value
         for name in ("owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
@@ -381,8 +382,33 @@ def _settle(store: Store, order: Order) -> ObjectStore | None:
     }
     if first:
         changes = {"owner": "stored" if root else "mine", "allow_other": root, **changes}
-    store.save_settings(dataclasses.replace(known, remote=remote.url if remote else None, **changes))
+    store.save_settings(dataclasses.replace(known, remote=url, **changes))
     return remote
+
+
+def _meet(store: Store, url: str, order: Order) -> BoundStore:
+    """The remote at *url*: the one that the store is bound to, or the one that it is bound to from now on.
+
+    Raises MountError and RemoteError.
+    """
+    known = bound_to(store.catalog)
+    if order.offline:
+        return BoundStore(OfflineStore(url), known)
+    try:
+        remote = open_remote(url, create=known is None and not order.read_only)
+        asked = Retrying(remote, _REMOTE_CHECK)
+        found = admit(asked, create=not order.read_only) if known is None else recognise(asked, known)
+    except RemoteError as error:
+        if known is None:
+            raise
+        text = str(error)
+        if isinstance(error, RemoteUnusable):
+            text += " Bring the right one back, or begin anew with another store (--store)."
+        raise MountError(
+            f"{text} With --offline, what the store {store.path} has can be seen and copied without the remote."
+        ) from error
+    bind(store.catalog, found)
+    return BoundStore(remote, found.store)
 
 
 def _owner(setting: str) -> tuple[int, int] | None:

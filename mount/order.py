@@ -29,6 +29,8 @@ class Order:
     store: str
     remote: str | None = None
     read_only: bool = False
+    offline: bool = False
+    """Leave the remote alone, and keep it in mind for the next mount."""
     allow_other: bool | None = None
     owner: str | None = None
     passthrough: str | None = None

@@ -5,7 +5,8 @@ the key must be absent); then its directory is synced. So a reader sees a whole 
 that start with "." are never listed.
 
 `.tmp/` also tells the directory from the empty mount point that is left when a NAS is not mounted: without it nothing
-is written, and nothing is reported missing.
+is written, and nothing is reported missing. It is made with the directory or in an empty one; in one that holds other
+things, which may be refused for them, with the first object.
 """
 
 from __future__ import annotations
@@ -35,33 +36,32 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 class DirectoryStore:
     """`ObjectStore` over one directory."""
 
-    def __init__(self, directory: str) -> None:
-        """Create *directory* when its parent exists, and remove temporary files that a crash left there.
+    def __init__(self, directory: str, *, create: bool = True) -> None:
+        """With *create*, make *directory* when its parent exists. Temporary files that a crash left are removed.
 
         Raises RemoteUnusable when it cannot be used at all. A directory that cannot be written can still be read.
         """
         self._root = os.path.abspath(directory)
         self._temporary = os.path.join(self._root, TEMPORARY)
         try:
-            for made in (self._root, self._temporary):
-                try:
-                    os.mkdir(made)
-                except OSError as error:
-                    readable = made == self._temporary and error.errno in _FORBIDDEN
-                    if not os.path.isdir(made) and not readable:
-                        raise
+            if not os.path.isdir(self._root):
+                if not create:
+                    raise RemoteUnusable(f"{self.url}: there is no such directory; is it mounted?")
+                os.mkdir(self._root)
+            with os.scandir(self._root) as entries:  # may it be read?
+                is_empty = next(entries, None) is None
+            if create and is_empty:
+                self._mark()
             self._marked = os.path.isdir(self._temporary)
-            os.scandir(self._root).close()  # may it be read?
+            self._marks_later = not self._marked and not is_empty
             if self._marked:
                 self._remove_stale()
         except OSError as error:
-            raise RemoteUnusable(
-                f"{self.url}: {error.strerror}. It must be a directory, or its parent must exist; is it mounted?"
-            ) from error
+            raise RemoteUnusable(f"{self.url}: {self._why_unusable(error)}") from error
 
     @property
     def url(self) -> str:
-        return f"file://{quote(self._root)}"
+        return directory_url(self._root)
 
     @property
     def description(self) -> str:
@@ -75,6 +75,9 @@ class DirectoryStore:
             raise self._taken(key)
         temporary = os.path.join(self._temporary, f"{os.getpid()}-{secrets.token_hex(8)}")
         with self._errors("put", key):
+            if self._marks_later:
+                self._mark()
+                self._marked, self._marks_later = os.path.isdir(self._temporary), False
             try:
                 self._write(temporary, body)
                 if not _holds(temporary, body):
@@ -161,6 +164,22 @@ class DirectoryStore:
         for folder in folders:
             with self._errors("delete", folder):
                 _sync_directory(folder)
+
+    def _mark(self) -> None:
+        try:
+            os.mkdir(self._temporary)
+        except OSError as error:
+            if not os.path.isdir(self._temporary) and error.errno not in _FORBIDDEN:
+                raise
+
+    def _why_unusable(self, error: OSError) -> str:
+        if os.path.lexists(self._root) and not os.path.isdir(self._root):
+            return "it must be a directory."
+        if not os.path.isdir(os.path.dirname(self._root)):
+            return "there is no such directory, nor its parent; is it mounted?"
+        if os.path.isdir(self._root):
+            return f"{error.strerror}. Check the owner and mode of the directory."
+        return f"it cannot be created: {error.strerror}. Choose another place."
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key)
@@ -274,6 +293,11 @@ class DirectoryStore:
                 raise RemoteForbidden(f"{where}. Check the owner and mode of the directory.", key=key) from error
             temporary = error.errno not in _LASTING  # a full disk and a silent server come back
             raise RemoteError(where, key=key, temporary=temporary) from error
+
+
+def directory_url(directory: str) -> str:
+    """The canonical URL of a store over *directory*."""
+    return f"file://{quote(os.path.abspath(directory))}"
 
 
 def _holds(path: str, body: memoryview) -> bool:

@@ -52,7 +52,7 @@ def refusal(code: str, status: int, message: str, where: str, key: str) -> Remot
     if code in _TAKEN or status == 412:
         return ObjectExists(f"{where}: the key exists already", key=key)
     if code == "NoSuchBucket":
-        return RemoteUnusable(f"{where}: no such bucket. Create it, or correct the URL.", key=key)
+        return RemoteUnusable(f"{where}: no such bucket. Create it, or correct the URL or AWS_ENDPOINT_URL.", key=key)
     if code in _CLOCK:
         return RemoteForbidden(
             f"{where}: this machine's clock differs too much from the store's ({said}). Set the clock.", key=key

@@ -92,6 +92,10 @@ _PASSING_ERRORS = (
 )
 
 
+_UNCONNECTED = (boto_errors.EndpointConnectionError, boto_errors.ConnectTimeoutError, boto_errors.ProxyConnectionError)
+"""Nobody was there to ask: which request it was says nothing."""
+
+
 class S3Store:
     """`ObjectStore` over one bucket, optionally below a prefix."""
 
@@ -328,23 +332,44 @@ class S3Store:
         except boto_errors.ClientError as error:
             details = error.response.get("Error", {})
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            where = f"{self.url}: {what} {key}"
-            raise refusal(details.get("Code", ""), status, details.get("Message", ""), where, key) from error
+            code = details.get("Code", "")
+            if what == "list" and code != "NoSuchBucket" and (code in MISSING or status == 404):
+                endpoint = self._client.meta.endpoint_url
+                raise RemoteUnusable(  # a bucket that exists lists nothing instead
+                    f"{self.url}: no such bucket ({self._bucket}), or {endpoint} is no S3 service. "
+                    "Create the bucket, or correct the URL or AWS_ENDPOINT_URL.",
+                    key=key,
+                ) from error
+            where = f"{self.url}: {what} {key}".rstrip()
+            raise refusal(code, status, details.get("Message", ""), where, key) from error
         except (boto_errors.BotoCoreError, *_PASSING_ERRORS) as error:
             self._failed(error, what, key)
 
     def _failed(self, error: Exception, what: str, key: str) -> NoReturn:
         """Raise the RemoteError for a request that got no answer, or none that could be read."""
-        where = f"{self.url}: {what} {key}"
+        where = f"{self.url}: {what} {key}".rstrip()
         if isinstance(error, _CREDENTIAL_ERRORS):
             raise RemoteForbidden(
-                f"{where}: no usable credentials ({error}). Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                f"{self.url}: no usable credentials ({error}). Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                 "or AWS_PROFILE.",
                 key=key,
             ) from error
         if isinstance(error, boto_errors.SSLError):
             raise RemoteError(
                 f"{where}: {error}. If the certificate is your own authority's, name it in AWS_CA_BUNDLE.",
+                key=key,
+                temporary=True,
+            ) from error
+        if isinstance(error, _UNCONNECTED):
+            raise RemoteError(
+                f"{self.url}: no connection ({error}). Is the network up? Check AWS_ENDPOINT_URL.",
+                key=key,
+                temporary=True,
+            ) from error
+        if isinstance(error, ResponseParserError):
+            raise RemoteError(
+                f"{where}: {self._client.meta.endpoint_url} does not answer as an S3 service does. "
+                "Check AWS_ENDPOINT_URL, and proxies on the way.",
                 key=key,
                 temporary=True,
             ) from error

@@ -20,7 +20,7 @@ from ckptfs.encoding.tree import Entry, Tree, decode_tree, join_parts
 from ckptfs.errors import NameMissing, NotDirectory, RemoteForbidden, RemoteUnusable
 from ckptfs.ids import ROOT_FILE_ID, FileId, ObjectId
 from ckptfs.remote.base import ObjectStore
-from ckptfs.remote.open import open_remote
+from ckptfs.remote.open import canonical_url, open_remote
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.admission import admit
 from ckptfs.replica.entries import entry_weight
@@ -37,8 +37,7 @@ def find_remote(url: str) -> tuple[ObjectStore, bytes]:
     parts = urlsplit(url)
     names = [name for name in parts.path.split("/") if name]
     forbidden: RemoteForbidden | None = None
-    if not names or not parts.scheme:
-        open_remote(url)  # says what is wrong with it, unless it is a bare bucket
+    canonical_url(url)  # says what is wrong with it
     for length in range(len(names), -1, -1):
         above = "/" + "/".join(names[:length])
         if parts.scheme == "file" and not os.path.isfile(os.path.join(unquote(above), FORMAT_KEY)):
@@ -52,6 +51,8 @@ def find_remote(url: str) -> tuple[ObjectStore, bytes]:
             forbidden = forbidden or error  # these credentials may be confined to a longer prefix
     if forbidden is not None:
         raise forbidden
+    if parts.scheme == "s3":
+        Retrying(open_remote(url), LIMITS).list("", limit=1)  # says so when there is no such bucket, or no S3 at all
     raise RemoteUnusable(f"{url}: no remote of ckptfs here (no {FORMAT_KEY})")
 
 

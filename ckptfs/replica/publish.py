@@ -27,7 +27,7 @@ from ckptfs.encoding.canonical import object_id, open_object, seal_object
 from ckptfs.encoding.head import Head, decode_head, encode_head, head_key
 from ckptfs.encoding.index import Index, decode_index, encode_index
 from ckptfs.encoding.keys import index_key, manifest_key, pack_key
-from ckptfs.errors import CkptfsError, ObjectExists, ObjectMissing, RemoteError, RemoteUnusable
+from ckptfs.errors import CkptfsError, ObjectExists, ObjectMissing, RemoteError
 from ckptfs.ids import ImageId, Inode, ObjectId
 from ckptfs.local.catalog.cuts import CutRow, Cuts, Subtree, Unneeded
 from ckptfs.local.catalog.heads import HeadRow, Heads
@@ -35,7 +35,7 @@ from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
-from ckptfs.replica.admission import admit
+from ckptfs.replica.admission import admit, bind, bound_to, recognise
 from ckptfs.replica.cuttrees import BuiltTrees, CutTrees, PackLost, files_in_order
 from ckptfs.replica.indexes import IndexLearner
 from ckptfs.replica.puts import Puts
@@ -55,7 +55,6 @@ _SEAL_S = 30.0
 """How often a cut that waits for sealing is looked at unasked."""
 _MANIFESTS_AT_ONCE = 100
 """Inlined manifests recorded by one commit."""
-_REMOTE_SETTING = "remote_store"
 
 
 @dataclass(frozen=True)
@@ -259,19 +258,11 @@ class Publisher:
     async def _admit(self) -> None:
         if self._admitted:
             return
-        found = await trio.to_thread.run_sync(self._admit_blocking, abandon_on_cancel=True)
-        known = self._store.catalog.get_setting(_REMOTE_SETTING)
-        if known is not None and known != found:
-            raise RemoteUnusable(
-                f"{self._remote.url} is another remote than the one that {self._store.path} was replicated to:"
-                " mount it with another store, or give this store its own remote"
-            )
-        if known is None:
-            self._store.catalog.set_setting(_REMOTE_SETTING, found)
+        known = bound_to(self._store.catalog)
+        remote = self._remote
+        ask = partial(admit, remote, create=True) if known is None else partial(recognise, remote, known)
+        bind(self._store.catalog, await trio.to_thread.run_sync(ask, abandon_on_cancel=True))
         self._admitted = True
-
-    def _admit_blocking(self) -> str:
-        return str(admit(self._remote, create=True).store)
 
     def _is_sealed(self, cut: CutRow) -> bool:
         """Whether every file of the cut is. Images whose flush failed never are, and nothing is to wait for them."""

@@ -33,6 +33,7 @@ _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken it
 @click.option("--store", metavar="DIR", help="Where local bytes lie [default: $CKPTFS_STORE, or one per mountpoint].")
 @click.option("--foreground", is_flag=True, help="Stay, log to stderr, and stop on Ctrl-C.")
 @click.option("--read-only", is_flag=True, help="Change nothing, here or on the remote.")
+@click.option("--offline", is_flag=True, help="Without the remote: show what the store has, and replicate later.")
 @click.option("--allow-other/--no-allow-other", default=None, help="Let other users in [default: only when root].")
 @click.option(
     "--owner",
@@ -56,6 +57,7 @@ def mount(
     store: str | None,
     foreground: bool,
     read_only: bool,
+    offline: bool,
     allow_other: bool | None,
     owner: str | None,
     passthrough: str | None,
@@ -85,6 +87,7 @@ def mount(
         store=str(chosen),
         remote=remote,
         read_only=read_only,
+        offline=offline,
         allow_other=allow_other,
         owner=owner,
         passthrough=passthrough,
@@ -320,6 +323,12 @@ def _tell_end(mountpoint: str, summary: dict[str, Any]) -> int:
     if summary["remote"] is None:
         click.echo(f"unmounted {mountpoint}; everything is in the store {summary['store']}, and only there")
         return 0
+    if not any(left.values()) and summary.get("remote_wrong"):
+        click.echo(
+            f"unmounted {mountpoint}; NOTHING is known to be on {summary['remote']}: {summary['remote_wrong']} "
+            f"What this mount has is in the store {summary['store']}"
+        )
+        return EXIT_PENDING
     if not any(left.values()):
         sent = f" ({size(summary['sent_bytes'])} sent by this mount)" if summary["sent_bytes"] else ""
         click.echo(f"unmounted {mountpoint}; everything is on {summary['remote']}{sent}")

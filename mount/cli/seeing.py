@@ -146,7 +146,9 @@ def _show(document: dict[str, Any], *, asked: bool) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     mount, risk = document["mount"], document["at_risk"]
-    if document["safe"]:
+    if document["remote_wrong"]:
+        console.print(Text(f"Nothing is known to be safe: {document['remote_wrong']}", style="bold red"))
+    elif document["safe"]:
         console.print(Text("If this machine vanished now, nothing would be lost.", style="bold green"))
     else:
         console.print(Text(f"If this machine vanished now, {_lost(document)} would be lost.", style="bold red"))
