@@ -12,6 +12,6 @@ those who mount from Python, or want to know when a checkpoint is safe:
 from __future__ import annotations
 
 from ckptfs.client import mounted, prefetch, publish, status, wait
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CkptfsError, MountError
 
-__all__ = ["CkptfsError", "mounted", "prefetch", "publish", "status", "wait"]
+__all__ = ["CkptfsError", "MountError", "mounted", "prefetch", "publish", "status", "wait"]

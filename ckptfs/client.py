@@ -41,12 +41,11 @@ class StoreGone(MountError):
     """The daemon of a mount runs on, but without its store's files."""
 
     def __init__(self, mountpoint: str, store: Path) -> None:
-        super().__init__(
-            f"{mountpoint}: its store {store} is gone (deleted, moved, or hidden by another mount), and with it what was "
-            f"not on a remote yet; `ckptfs umount {mountpoint}` unmounts what is left"
+        self.what = (
+            f"its store {store} is gone (deleted, moved, or hidden by another mount), and what is not on a remote yet "
+            "is lost unless it comes back"
         )
-        self.mountpoint = mountpoint
-        self.store = store
+        super().__init__(f"{mountpoint}: {self.what}; `ckptfs umount {mountpoint}` unmounts")
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def locate(path: PathLike) -> Place:
             f"{mount.mountpoint}: the daemon of this mount does not answer ({error.strerror}); "
             f"run `ckptfs mount {mount.mountpoint}` again to clean up and carry on"
         ) from error
-    if _is_missing(store / CONTROL_SOCKET):
+    if _is_missing(store / CONTROL_SOCKET) and mount_of(real) == mount:  # still there: not just unmounted
         raise StoreGone(mount.mountpoint, store)
     inside = os.path.normpath(os.path.join(mount.root, os.path.relpath(real, mount.mountpoint)))
     return Place(mount.mountpoint, store, os.fsencode(inside))

@@ -225,7 +225,7 @@ class Engine:
             document |= {
                 "at_risk": {"files": None, "bytes": logical, "eta_s": None, "sets": []},
                 "newest_safe_set": None,
-                "last_success_s": None,
+                "last_success_at_s": None,
                 "bytes": {"logical": logical, "stored": stored, "on_remote": 0},
             }
             return document
@@ -239,7 +239,7 @@ class Engine:
                 "sets": sets,
             },
             "newest_safe_set": self.replica.newest_safe_set() if wrong is None else None,
-            "last_success_s": self.replica.last_success_s,
+            "last_success_at_s": self.replica.last_success_s,
             "bytes": {"logical": logical, "stored": stored, "on_remote": self.replica.remote_bytes},
         }
         return document

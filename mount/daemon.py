@@ -48,7 +48,7 @@ from ckptfs.replica.bound import BoundStore
 from .control import ControlServer
 from .mountpoint import raise_read_ahead
 from .operations import MountOptions, Operations
-from .order import EXIT_PENDING, LOG_NAME, Order, Reporter
+from .order import EXIT_PENDING, LOG_NAME, REMEMBERED, Order, Reporter, owner_ids
 from .passthrough import Passthrough
 from .requests import Requests
 
@@ -86,7 +86,7 @@ class Daemon:
         self._settings = store.settings
         self._engine = Engine(store, remote, read_only=order.read_only)
         self._passthrough = Passthrough(store.settings.passthrough, store.images.directory)
-        self._since_s = time.time()
+        self._mounted_at_s = time.time()
         self._mounted = False
         self._stopping = False
         self._waived = 0
@@ -101,11 +101,12 @@ class Daemon:
             "mountpoint": self._order.mountpoint,
             "store": str(self._store.path),
             "pid": os.getpid(),
-            "since_s": self._since_s,
+            "mounted_at_s": self._mounted_at_s,
             "mounted": self._mounted,
             "stopping": self._stopping,
             "read_only": self._order.read_only,
             "remote": self._settings.remote,
+            "settings": {name: getattr(self._settings, name) for name in REMEMBERED},
             "passthrough": self._passthrough.describe(),
         }
 
@@ -164,7 +165,7 @@ class Daemon:
         operations = Operations(
             self._engine.filesystem,
             MountOptions(
-                owner=_owner(self._settings.owner),
+                owner=owner_ids(self._settings.owner),
                 state=self._engine.state_of,
                 **({} if self._settings.remote is None else {"cache_s": self._settings.lag_s}),
             ),
@@ -372,12 +373,12 @@ def _settle(store: Store, order: Order) -> BoundStore | None:
             "choose another store (--store), or leave --remote out"
         )
     if order.owner is not None:
-        _owner(order.owner)
+        owner_ids(order.owner)
     remote = _meet(store, url, order) if url is not None else None
     root = os.geteuid() == 0
     changes: dict[str, Any] = {
         name: value
-        for name in ("owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
+        for name in REMEMBERED
         if (value := getattr(order, name)) is not None
     }
     if first:
@@ -409,18 +410,6 @@ def _meet(store: Store, url: str, order: Order) -> BoundStore:
         ) from error
     bind(store.catalog, found)
     return BoundStore(remote, found.store)
-
-
-def _owner(setting: str) -> tuple[int, int] | None:
-    """The (uid, gid) that everything belongs to, None for what is stored. Raises MountError."""
-    if setting == "stored":
-        return None
-    if setting == "mine":
-        return os.geteuid(), os.getegid()
-    uid, _, gid = setting.partition(":")
-    if not (uid.isdecimal() and gid.isdecimal()):
-        raise MountError(f"owner is mine, stored or UID:GID in digits, not {setting!r}")
-    return int(uid), int(gid)
 
 
 def _one_line(error: BaseException) -> str:

@@ -21,6 +21,10 @@ EXIT_PENDING = 3
 """Exit status of commands that did what they should, but something is not safe yet."""
 
 
+REMEMBERED = ("owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
+"""Fields of an `Order` that become settings of the store, under the same names."""
+
+
 @dataclass(frozen=True)
 class Order:
     """What to mount; None leaves a setting as the store remembers it."""
@@ -45,6 +49,18 @@ class Order:
     @classmethod
     def load(cls, text: str) -> Order:
         return cls(**json.loads(text))
+
+
+def owner_ids(setting: str) -> tuple[int, int] | None:
+    """The (uid, gid) that everything belongs to, None for what is stored. Raises MountError."""
+    if setting == "stored":
+        return None
+    if setting == "mine":
+        return os.geteuid(), os.getegid()
+    uid, _, gid = setting.partition(":")
+    if not (uid.isdecimal() and gid.isdecimal()):
+        raise MountError(f"owner is mine, stored or UID:GID in digits, not {setting!r}")
+    return int(uid), int(gid)
 
 
 class Reporter(Protocol):

@@ -6,6 +6,7 @@ not safe yet.
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import click
@@ -17,7 +18,17 @@ from .seeing import list_remote, prefetch, publish, status, wait
 
 
 class _Commands(click.Group):
-    """Turns our errors into one line and status 1."""
+    """Turns our errors into one line and status 1, and misspelt commands into the one that was meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            # click's own suggestions, if it has any, name hidden commands too
+            visible = [name for name, command in self.commands.items() if not command.hidden]
+            close = difflib.get_close_matches(args[0], visible, n=1)
+            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

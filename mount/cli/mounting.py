@@ -13,23 +13,48 @@ from typing import Any
 
 import click
 
-from ckptfs.client import Conversation, Place, ask, locate
-from ckptfs.errors import MountError, StoreError
+from ckptfs.client import Conversation, Place, StoreGone, ask, locate
+from ckptfs.errors import CkptfsError, MountError, StoreError
 from ckptfs.local.mountinfo import CKPTFS_TYPE
 from ckptfs.local.probe import Probe, probe
 
 from .. import mountpoint as mounts
 from .. import placement
-from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter
-from .output import DURATION, parts, size
+from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter, owner_ids
+from .output import DURATION, JSON, parts, size
 from .waiting import Waiting
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
 
 
+def _check_remote(ctx: click.Context, parameter: click.Parameter, url: str | None) -> str | None:
+    from ckptfs.remote.open import parse
+
+    try:
+        if url is not None:
+            parse(url)
+    except CkptfsError as error:
+        raise click.BadParameter(str(error)) from error
+    return url
+
+
+def _check_owner(ctx: click.Context, parameter: click.Parameter, owner: str | None) -> str | None:
+    try:
+        if owner is not None:
+            owner_ids(owner)
+    except CkptfsError as error:
+        raise click.BadParameter(str(error)) from error
+    return owner
+
+
 @click.command()
 @click.argument("mountpoint")
-@click.option("--remote", metavar="URL", help="Where to replicate to: s3://bucket/prefix or file:///directory.")
+@click.option(
+    "--remote",
+    metavar="URL",
+    callback=_check_remote,
+    help="Where to replicate to: s3://bucket/prefix or file:///directory.",
+)
 @click.option("--store", metavar="DIR", help="Where local bytes lie [default: $CKPTFS_STORE, or one per mountpoint].")
 @click.option("--foreground", is_flag=True, help="Stay, log to stderr, and stop on Ctrl-C.")
 @click.option("--read-only", is_flag=True, help="Change nothing, here or on the remote.")
@@ -38,6 +63,7 @@ _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken it
 @click.option(
     "--owner",
     metavar="mine|stored|UID:GID",
+    callback=_check_owner,
     help="Whom files belong to: the mounting user (default), or whoever is stored (default for root).",
 )
 @click.option(
@@ -70,70 +96,79 @@ def mount(
     """Mount MOUNTPOINT; returns when the directory is ready.
 
     The store remembers the options: the next time, MOUNTPOINT is enough. On a mount that is already there, this hands
-    the daemon this shell's AWS_* variables. After a crash it cleans up first.
+    the daemon this shell's AWS_* variables, and changes nothing else. After a crash it cleans up first.
     """
+    remembered: dict[str, Any] = {
+        "owner": owner,
+        "allow_other": allow_other,
+        "passthrough": passthrough,
+        "settle_s": settle,
+        "lag_s": lag,
+        "max_lag_s": max_lag,
+        "stop_timeout_s": stop_timeout,
+    }
     mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
     if mounts.clear_dead(mountpoint):
         click.echo(f"cleaned up {mountpoint}: its daemon was killed")
     found = mounts.mounted_at(mountpoint)
     if found is not None and found.type == CKPTFS_TYPE:
-        _already_mounted(mountpoint, remote, store)
+        _already_mounted(mountpoint, remote, store, read_only, foreground, remembered)
         return
     mounts.check_fuse(allow_other=bool(allow_other))
-    chosen = placement.choose(mountpoint, store)
+    chosen = placement.choose(mountpoint, store, anew=remote is not None)
     placement.check(mountpoint, chosen)
     order = Order(
-        mountpoint=mountpoint,
-        store=str(chosen),
-        remote=remote,
-        read_only=read_only,
-        offline=offline,
-        allow_other=allow_other,
-        owner=owner,
-        passthrough=passthrough,
-        settle_s=settle,
-        lag_s=lag,
-        max_lag_s=max_lag,
-        stop_timeout_s=stop_timeout,
+        mountpoint=mountpoint, store=str(chosen), remote=remote, read_only=read_only, offline=offline, **remembered
     )
+    made, first = not chosen.exists(), not placement.is_store(chosen)
     created = mounts.prepare(mountpoint)
     try:
         _examine(chosen, force)
         _take_over(chosen)
         if foreground:
-            sys.exit(_serve_here(order))
+            sys.exit(_serve_here(order, first))
         where = _start(order)
-    except BaseException:
+    except BaseException as error:
         if created and mounts.mounted_at(mountpoint) is None:
             _remove_if_empty(mountpoint)
+        if made and isinstance(error, CkptfsError) and LOG_NAME not in str(error):  # which would point into it
+            placement.discard(chosen)
         raise
-    _announce(order, where)
+    _announce(order, where, first)
 
 
 @click.command()
 @click.argument("mountpoint")
-@click.option("--wait/--no-wait", default=True, help="Wait for uploads first [default: wait; Ctrl-C stops waiting].")
-def umount(mountpoint: str, wait: bool) -> None:
+@click.option("--wait/--no-wait", default=True, help="Wait for uploads first [default: wait].")
+@JSON
+def umount(mountpoint: str, wait: bool, as_json: bool) -> None:
     """Unmount MOUNTPOINT, once everything is on the remote.
 
-    Exit status 3: unmounted, but something is only in the store; the next mount goes on with it.
+    Ctrl-C stops waiting and unmounts at once. Exit status 3: unmounted, but something is only in the store; the next
+    mount goes on with it.
     """
     mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
     if mounts.clear_dead(mountpoint):
-        click.echo(
-            f"unmounted {mountpoint}, whose daemon was killed; what was pending is in its store: "
-            f"`ckptfs mount {mountpoint}` goes on with it"
+        why = (
+            f"its daemon was killed; what was pending is in its store: `ckptfs mount {mountpoint}` goes on with it"
         )
-        sys.exit(EXIT_PENDING)
+        sys.exit(_tell_end_without_daemon(mountpoint, why, as_json))
     found = mounts.mounted_at(mountpoint)
     if found is None or found.type != CKPTFS_TYPE:
         raise MountError(f"{mountpoint}: no ckptfs is mounted here")
-    place = locate(mountpoint)
+    gone: StoreGone | None = None
+    try:
+        place = locate(mountpoint)
+    except StoreGone as error:
+        gone = error
     os.chdir("/")  # a shell in the mount keeps it busy, this command does not
     users = mounts.users(mountpoint)
     if users or mounts.mounts_below(mountpoint):
         raise mounts.MountBusy(mountpoint, users)
-    sys.exit(_tell_end(mountpoint, _end(place, wait)))
+    if gone is not None:
+        mounts.unmount(mountpoint)
+        sys.exit(_tell_end_without_daemon(mountpoint, gone.what, as_json))
+    sys.exit(_tell_end(mountpoint, _end(place, wait, quiet=as_json), as_json))
 
 
 @click.command()
@@ -159,31 +194,61 @@ def daemon(report_fd: int, order: str) -> None:
 class _ForegroundReporter:
     """Tells the terminal."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, first: bool) -> None:
         self._order = order
+        self._first = first
+        self.failure: str | None = None
 
     def note(self, text: str) -> None:
         click.echo(text)
 
     def ready(self, remote: str | None) -> None:
-        _announce(self._order, remote)
+        _announce(self._order, remote, self._first)
 
     def error(self, text: str) -> None:
-        click.echo(f"Error: {text}", err=True)
+        self.failure = text
 
     def ended(self, text: str) -> None:
         click.echo(f"unmounted {self._order.mountpoint}: {text}")
 
 
-def _already_mounted(mountpoint: str, remote: str | None, store: str | None) -> None:
+def _already_mounted(
+    mountpoint: str,
+    remote: str | None,
+    store: str | None,
+    read_only: bool,
+    foreground: bool,
+    remembered: dict[str, Any],
+) -> None:
+    """Hand over credentials. Raises MountError when the running mount is not what is asked for, in any option."""
     place = locate(mountpoint)
     there = ask(place.store, "hello")
     if store is not None and Path(os.path.realpath(os.path.expanduser(store))) != place.store:
         raise MountError(f"{mountpoint} is mounted already, with the store {place.store}: unmount it first")
     if remote is not None and remote.rstrip("/") != there["remote"]:
         raise MountError(f"{mountpoint} is mounted already, with {there['remote'] or 'no remote'}: unmount it first")
+    if foreground:
+        raise MountError(
+            f"{mountpoint} is mounted already (pid {there['pid']}): unmount it first to serve it with --foreground"
+        )
+    if read_only and not there["read_only"]:
+        raise MountError(f"{mountpoint} is mounted already, without --read-only: unmount it first to change that")
+    for name, value in remembered.items():
+        in_force = there["settings"][name]
+        if value is not None and value != in_force:
+            raise MountError(
+                f"{mountpoint} is mounted already, with {_option(name, in_force)}: unmount it first to change that"
+            )
     click.echo(f"{mountpoint} is mounted already (pid {there['pid']})")
     _hand_over(place)
+
+
+def _option(name: str, value: Any) -> str:
+    """The setting *name* as it is written on a command line."""
+    option = name.removesuffix("_s").replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    return f"--{option} {value:g}s" if isinstance(value, float) else f"--{option} {value}"
 
 
 def _hand_over(place: Place) -> bool:
@@ -196,15 +261,12 @@ def _hand_over(place: Place) -> bool:
 
 def _examine(store: Path, force: bool) -> None:
     """Print what the store's disk is like; raises StoreError when it is not fit and *force* is not given."""
-    created = not store.exists()
     try:
         store.mkdir(parents=True, exist_ok=True, mode=0o700)
         found: Probe = probe(store)
     except OSError as error:
         raise StoreError(f"the store {store} cannot be used: {error.strerror}") from error
     if found.refusal is not None and not force:
-        if created:
-            _remove_if_empty(str(store))
         raise StoreError(f"the store {store}: {found.refusal}; choose another (--store), or insist with --force")
     click.echo(
         f"store   {store} ({found.filesystem}, {size(found.free_bytes)} free of {size(found.total_bytes)})"
@@ -280,22 +342,34 @@ def _start(order: Order) -> str | None:
     raise MountError(f"the daemon ended unexpectedly; see {Path(order.store) / LOG_NAME}")
 
 
-def _serve_here(order: Order) -> int:
+def _serve_here(order: Order, first: bool) -> int:
+    """Be the daemon; its exit status. Raises MountError when it could not mount."""
     from ..daemon import serve
 
-    return serve(order, _ForegroundReporter(order), foreground=True)
+    reporter = _ForegroundReporter(order, first)
+    status = serve(order, reporter, foreground=True)
+    if reporter.failure is not None:
+        raise MountError(reporter.failure)
+    return status
 
 
-def _announce(order: Order, remote: str | None) -> None:
+def _announce(order: Order, remote: str | None, first: bool) -> None:
     placement.remember(order.mountpoint, Path(order.store))
-    click.echo(f"remote  {remote}" if remote else "remote  none: the store alone")
+    if remote is None:
+        hint = "; nothing leaves this machine (--remote URL replicates)" if first else ""
+        click.echo(f"remote  none: the store alone{hint}")
+    else:
+        click.echo(f"remote  {remote}")
     click.echo(f"mounted {order.mountpoint}")
 
 
-def _end(place: Place, wait: bool) -> dict[str, Any]:
+def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
     """Wait for uploads if *wait*, unmount, and return the daemon's summary when the store is closed."""
     unmounted = False
-    with Conversation(place.store, "unmount", wait=wait) as conversation, Waiting("uploading") as waiting:
+    with (
+        Conversation(place.store, "unmount", wait=wait) as conversation,
+        Waiting("uploading", hint="Ctrl-C unmounts without waiting; the next mount goes on", quiet=quiet) as waiting,
+    ):
 
         def follow(report: dict[str, Any]) -> None:
             nonlocal unmounted
@@ -313,13 +387,16 @@ def _end(place: Place, wait: bool) -> dict[str, Any]:
         except KeyboardInterrupt:
             if unmounted:
                 raise MountError(f"{place.mountpoint} is unmounted; its daemon is about to end") from None
-    click.echo("not waiting any longer", err=True)
-    return _end(place, wait=False)
+    click.echo("not waiting any longer: unmounting now", err=True)
+    return _end(place, wait=False, quiet=quiet)
 
 
-def _tell_end(mountpoint: str, summary: dict[str, Any]) -> int:
+def _tell_end(mountpoint: str, summary: dict[str, Any], as_json: bool = False) -> int:
     """Print the summary; the exit status."""
     left = summary["pending"]
+    if as_json:
+        click.echo(json.dumps({"mountpoint": mountpoint, "unmounted": True, **summary}))
+        return EXIT_PENDING if any(left.values()) or summary.get("remote_wrong") else 0
     if summary["remote"] is None:
         click.echo(f"unmounted {mountpoint}; everything is in the store {summary['store']}, and only there")
         return 0
@@ -338,6 +415,17 @@ def _tell_end(mountpoint: str, summary: dict[str, Any]) -> int:
         f"They are in the store {summary['store']}; `ckptfs mount {mountpoint}` goes on with them"
         + (f". Last error: {summary['last_error']}" if summary["last_error"] else "")
     )
+    return EXIT_PENDING
+
+
+def _tell_end_without_daemon(mountpoint: str, why: str, as_json: bool) -> int:
+    """Say that nobody could tell what is pending, and *why*; the exit status."""
+    if as_json:
+        click.echo(
+            json.dumps({"mountpoint": mountpoint, "unmounted": True, "safe": False, "pending": None, "last_error": why})
+        )
+    else:
+        click.echo(f"unmounted {mountpoint}: {why}")
     return EXIT_PENDING
 
 

@@ -33,6 +33,8 @@ class Duration(_ParamType):
 
 DURATION = Duration()
 
+JSON = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document on stdout.")
+
 
 def size(size_bytes: float | None) -> str:
     """Bytes in the largest unit (powers of 1024) that gives at least 1."""
@@ -82,6 +84,4 @@ def pending(progress: dict[str, Any]) -> str:
         left += f", {size(progress['rate_bytes_s'])}/s"
     if progress.get("eta_s") is not None:
         left += f", about {duration(progress['eta_s'])}"
-    if progress.get("last_error"):
-        left += f"; last error: {progress['last_error']}"
     return left

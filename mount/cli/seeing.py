@@ -11,22 +11,20 @@ from typing import Any
 
 import click
 
-from ckptfs.client import TARGETS, ask, locate
+from ckptfs.client import TARGETS, ask_about
 from ckptfs.client import status as ask_status
 from ckptfs.errors import MountError
 from ckptfs.local.mountinfo import CKPTFS_TYPE, mounts
 
 from ..order import EXIT_PENDING
-from .output import DURATION, ago, files, pending, size
+from .output import DURATION, JSON, ago, files, pending, size
 from .output import duration as in_words
 from .waiting import Waiting
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document on stdout.")
 
 
 @click.command()
 @click.argument("path", required=False)
-@_JSON
+@JSON
 def status(path: str | None, as_json: bool) -> None:
     """What would be lost if this machine vanished now; then what is mounted and pending.
 
@@ -34,8 +32,8 @@ def status(path: str | None, as_json: bool) -> None:
     """
     paths = [path] if path is not None else [each.mountpoint for each in mounts() if each.type == CKPTFS_TYPE]
     if as_json:
-        found = [ask_status(each) for each in paths]
-        click.echo(json.dumps(found if path is None else found[0], indent=1))
+        found = [_status_or_error(each) for each in paths] if path is None else ask_status(path)
+        click.echo(json.dumps(found, indent=1))
         return
     if not paths:
         raise MountError("no ckptfs is mounted here")
@@ -43,28 +41,26 @@ def status(path: str | None, as_json: bool) -> None:
         if number:
             click.echo()
         try:
-            _show(ask_status(each), asked=path is not None)
+            _show(ask_status(each))
         except MountError as error:
             if path is not None:
                 raise
-            click.echo(f"{each}: {error}")  # a dead mount must not hide the others
+            text = str(error)  # a dead mount must not hide the others
+            click.echo(text if each in text else f"{each}: {text}")
 
 
 @click.command()
 @click.argument("path")
 @click.option("--for", "target", type=click.Choice(TARGETS), default="replicated", show_default=True)
 @click.option("--timeout", type=DURATION, help="Give up after this long, with exit status 3.")
-@_JSON
+@JSON
 def wait(path: str, target: str, timeout: float | None, as_json: bool) -> None:
     """Wait until everything under PATH is sealed, replicated or verified.
 
     What is there is cut at once, without waiting for it to settle. Exit status 3: not reached in time.
     """
-    place = locate(path)
     with Waiting("waiting", quiet=as_json) as waiting:
-        answer = ask(
-            place.store, "wait", waiting.show, path=os.fsdecode(place.inside), target=target, timeout_s=timeout
-        )
+        answer = ask_about(path, "wait", waiting.show, target=target, timeout_s=timeout)
     if as_json:
         click.echo(json.dumps({"path": path, "target": target, **answer}))
     elif not answer["reached"]:
@@ -75,12 +71,11 @@ def wait(path: str, target: str, timeout: float | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("path")
-@_JSON
+@JSON
 def prefetch(path: str, as_json: bool) -> None:
     """Bring every file under PATH to this disk now, so that reading it never waits for the remote."""
-    place = locate(path)
     with Waiting("fetching", quiet=as_json) as waiting:
-        answer = ask(place.store, "prefetch", waiting.show, path=os.fsdecode(place.inside))
+        answer = ask_about(path, "prefetch", waiting.show)
     if as_json:
         click.echo(json.dumps({"path": path, **answer}))
     elif answer["files"]:
@@ -91,12 +86,11 @@ def prefetch(path: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("path")
-@_JSON
+@JSON
 def publish(path: str, as_json: bool) -> None:
     """Make what is under PATH visible on the remote now; returns when it is."""
-    place = locate(path)
     with Waiting("publishing", quiet=as_json) as waiting:
-        answer = ask(place.store, "publish", waiting.show, path=os.fsdecode(place.inside))
+        answer = ask_about(path, "publish", waiting.show)
     unfinished = answer["unfinished"]
     if as_json:
         click.echo(json.dumps({"path": path, "published": not unfinished, **answer}))
@@ -109,7 +103,7 @@ def publish(path: str, as_json: bool) -> None:
 @click.command("ls")
 @click.argument("url")
 @click.option("-R", "--recursive", is_flag=True, help="Everything below, too.")
-@_JSON
+@JSON
 def list_remote(url: str, recursive: bool, as_json: bool) -> None:
     """List what is published at URL (s3://bucket/prefix or file:///directory, and a path in it), without mounting."""
     from ckptfs.replica.browse import RemoteView, find_remote  # brings boto3
@@ -140,7 +134,15 @@ def list_remote(url: str, recursive: bool, as_json: bool) -> None:
         click.echo(f"{stat.filemode(entry.mode)} {entry.size:>{width}} {when} ".encode() + path + arrow)
 
 
-def _show(document: dict[str, Any], *, asked: bool) -> None:
+def _status_or_error(mountpoint: str) -> dict[str, Any]:
+    """The document of one of several mounts; a dead one's says only why there is no more to say."""
+    try:
+        return ask_status(mountpoint)
+    except MountError as error:
+        return {"mount": {"mountpoint": mountpoint}, "safe": False, "error": str(error)}
+
+
+def _show(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -161,23 +163,23 @@ def _show(document: dict[str, Any], *, asked: bool) -> None:
         console.print(Text("No complete set is safe yet."))
     rows = [
         ("mount", f"{mount['mountpoint']}{', read-only' if mount['read_only'] else ''}"
-                  f"{', stopping' if mount['stopping'] else ''} (pid {mount['pid']}, since {ago(mount['since_s'])})"),
+                  f"{', stopping' if mount['stopping'] else ''} "
+                  f"(pid {mount['pid']}, since {ago(mount['mounted_at_s'])})"),
         ("remote", document["remote"] or "none: the store alone"),
         ("store", mount["store"]),
         ("passthrough", mount["passthrough"]["state"]
                         + (f": {reason}" if (reason := mount["passthrough"]["reason"]) else "")),
+        ("state", f"{document['path']} is {document['state']}"),
     ]  # fmt: skip
-    if asked:
-        rows.append(("state", f"{document['path']} is {document['state']}"))
     if document["remote"] is not None:
         rows.append(("pending", pending({**_pending(document), "eta_s": risk["eta_s"]})))
-        rows.append(("last success", ago(document["last_success_s"])))
+        rows.append(("last success", ago(document["last_success_at_s"])))
         rows.append(("last error", document["last_error"] or "none"))
     sizes = document["bytes"]
     rows.append(("bytes", f"{size(sizes['logical'])} in files, {size(sizes['stored'])} stored here, "
                           f"{size(sizes['on_remote'])} on the remote"))  # fmt: skip
     for name, value in rows:
-        console.print(Text(f"{name:<13}", style="bold") + Text(value))
+        console.print(Text(f"{name:<13}", style="dim") + Text(value))
 
 
 def _lost(document: dict[str, Any]) -> str:

@@ -48,7 +48,7 @@ def test_the_usual_store_lies_in_the_data_directory_per_mountpoint(site: Site, t
     """Without a name the store is below XDG_DATA_HOME, readable by name, and private."""
     done = site.run("mount", str(site.mountpoint), "--force")
     assert done.status == 0, done.said
-    (store,) = (tmp_path / "xdg" / "ckptfs").iterdir()
+    (store,) = (each for each in (tmp_path / "xdg" / "ckptfs").iterdir() if each.is_dir())
     assert store.name.startswith("mnt-")
     assert stat.S_IMODE(store.stat().st_mode) == 0o700
     assert stat.S_IMODE((store / "control.sock").stat().st_mode) == 0o600
@@ -74,8 +74,6 @@ def test_what_is_wrong_is_told_in_one_line_before_anything_is_mounted(site: Site
     assert "inside the mountpoint" in refused(str(new), "--store", str(new / "store"))
     assert "around the mountpoint" in refused(str(full / "new"), "--store", str(full))
     assert "is no store" in refused(str(new), "--store", str(full))
-    assert "is no URL" in refused(str(new), "--force", "--remote", "/somewhere")
-    assert "UID:GID" in refused(str(new), "--force", "--owner", "nobody")
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
+import json
 import os
 import time
 from pathlib import Path
@@ -14,6 +17,7 @@ from ckptfs.errors import CkptfsError, StoreError
 from ckptfs_mount import placement
 from ckptfs_mount.cli import main, output
 from ckptfs_mount.cli.mounting import _tell_end
+from ckptfs_mount.cli.seeing import _show
 from ckptfs_mount.cli.waiting import Waiting
 from ckptfs_mount.order import EXIT_PENDING, Order, PipeReporter
 
@@ -62,6 +66,41 @@ def test_progress_elsewhere_than_on_a_terminal_is_plain_lines_now_and_then(capsy
     assert lines == ["uploading: 10 files, 10.0 MiB, 1.0 MiB/s, about 10 s"]
 
 
+def test_an_outage_does_not_fill_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten minutes of the same error are a line a minute; what changes is told within seconds."""
+    clock = [1000.0]
+    monkeypatch.setattr("ckptfs_mount.cli.waiting.time.monotonic", lambda: clock[0])
+    with Waiting("waiting") as waiting:
+        for _ in range(1200):
+            waiting.show(report(pending_files=2, pending_bytes=1 << 20, eta_s=clock[0], last_error="no answer"))
+            clock[0] += 0.5
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 10
+        assert lines[0] == "waiting: 2 files, 1.0 MiB, about 17 min; last error: no answer"
+        waiting.show(report(pending_files=1, pending_bytes=1 << 20))
+        assert capsys.readouterr().err == "waiting: 1 file, 1.0 MiB\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_an_error_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long error has a line of its own above the bar, once per change; the hint comes once, before."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    long = "file:///mnt/share/bucket: " + "the directory is not writable, " * 5 + "see to it"
+    with Waiting("uploading", hint="Ctrl-C does something") as waiting:
+        for error in (None, long, long, "another", long):
+            waiting.show(report(pending_files=2, pending_bytes=1 << 20, last_error=error))
+    said = terminal.getvalue()
+    assert said.count(f"last error: {long}\n") == 2 and said.count("last error: another") == 1
+    assert said.count("Ctrl-C does something") == 1
+    assert "2 files, 1.0 MiB" in said
+
+
 def test_the_end_is_told_with_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
     """Safe: 0. Pending: 3, with how much, where it is, what went wrong and how to go on."""
     safe = {"remote": "s3://b/p", "store": "/s", "pending": {"files": 0, "bytes": 0}, "sent_bytes": 0,
@@ -74,6 +113,9 @@ def test_the_end_is_told_with_its_exit_status(capsys: pytest.CaptureFixture[str]
     assert all(part in said for part in ("2 files", "3.0 MiB", "/s", "ckptfs mount /m", "access denied"))
     assert _tell_end("/m", {**safe, "remote": None}) == 0
     assert "only there" in capsys.readouterr().out
+    assert _tell_end("/m", left, as_json=True) == EXIT_PENDING
+    document = json.loads(capsys.readouterr().out)
+    assert document["pending"] == left["pending"] and document["mountpoint"] == "/m" and document["unmounted"]
 
 
 def test_our_errors_are_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +125,40 @@ def test_our_errors_are_one_line_and_status_1(monkeypatch: pytest.MonkeyPatch) -
         def fail(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("ckptfs_mount.cli.seeing.locate", fail)
+        monkeypatch.setattr("ckptfs_mount.cli.seeing.ask_about", fail)
         done = CliRunner().invoke(main, ["publish", "/x"])
         assert done.exit_code == 1
         assert len(done.output.splitlines()) == 1 and done.output.startswith("Error: ")
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("mont", "mount"), ("unmount", "umount"), ("daemn", None), ("xyz", None)])
+def test_a_misspelt_command_is_corrected(typed: str, meant: str | None) -> None:
+    """The nearest command is named, never a hidden one."""
+    done = CliRunner().invoke(main, [typed, "/x"])
+    assert done.exit_code == 2
+    assert f"No such command '{typed}'." in done.output
+    assert (f"Did you mean '{meant}'?" in done.output) if meant else ("mean" not in done.output)
+
+
+def test_the_labels_of_status_do_not_outshine_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal only the first line is bold."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    _show(
+        {
+            "path": "/", "state": "sealed", "safe": False, "remote": None, "newest_safe_set": None, "last_error": None,
+            "remote_wrong": None,
+            "at_risk": {"files": None, "bytes": 5, "eta_s": None, "sets": []},
+            "bytes": {"logical": 5, "stored": 5, "on_remote": 0},
+            "mount": {"mountpoint": "/m", "pid": 1, "mounted_at_s": 0.0, "read_only": False, "stopping": False,
+                      "store": "/s", "passthrough": {"state": "on", "reason": None}},
+        }
+    )  # fmt: skip
+    verdict, *rows = terminal.getvalue().splitlines()
+    assert verdict.startswith("\x1b[1;31mIf this machine vanished now")
+    assert len(rows) >= 5 and all(row.startswith("\x1b[2m") for row in rows)
+    assert any("state" in row and "/ is sealed" in row for row in rows)
 
 
 def test_every_command_explains_itself() -> None:
@@ -112,15 +184,56 @@ def test_each_mountpoint_has_a_store_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_named_store_is_remembered_for_its_mountpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one mount with --store the mountpoint alone finds it; a mount without forgets it."""
+    """After one mount with --store the mountpoint alone finds it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv(placement.STORE_VARIABLE, raising=False)
-    usual, named = placement.choose("/m", None), Path(os.fsdecode(b"/somewhere/\xff"))
+    usual, named = placement.choose("/m", None), tmp_path / os.fsdecode(b"some\xff")
+    for store in (usual, named):
+        store.mkdir(parents=True)
+        (store / "catalog.db").touch()
     placement.remember("/m", named)
     assert placement.choose("/m", None) == named
     assert placement.choose("/other", None) != named
     placement.remember("/m", usual)
     assert placement.choose("/m", None) == usual
+
+
+@pytest.mark.parametrize("kind", ["usual", "named", "environment"])
+def test_a_store_that_is_gone_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A remembered store that is no store any more is refused, also when only its disk's empty mountpoint is left."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv(placement.STORE_VARIABLE, raising=False)
+    store = placement.choose("/m", str(tmp_path / "s") if kind == "named" else None)
+    if kind == "environment":
+        store = tmp_path / "s"
+        monkeypatch.setenv(placement.STORE_VARIABLE, str(store))
+    placement.remember("/m", store)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"is gone.*--store.*--remote"):
+            placement.choose("/m", None)
+        store.mkdir(exist_ok=True, parents=True)
+    assert placement.choose("/m", None, anew=True) == store
+    assert placement.choose("/m", str(store)) == store
+    (store / "catalog.db").touch()
+    assert placement.choose("/m", None) == store
+
+
+def test_only_an_unused_store_is_discarded(tmp_path: Path) -> None:
+    """One that is locked, or that has bytes of a file, stays."""
+    store = tmp_path / "s"
+    (store / "images").mkdir(parents=True)
+    (store / "catalog.db").touch()
+    with open(store / "lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        placement.discard(store)
+        assert store.exists()
+    (store / "images" / "1").touch()
+    placement.discard(store)
+    assert store.exists()
+    (store / "images" / "1").unlink()
+    placement.discard(store)
+    assert not store.exists()
+    placement.discard(store)
 
 
 def test_a_directory_of_other_things_is_no_store(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_every_package_is_listed() -> None:
 
 def test_the_public_names() -> None:
     """What `from ckptfs import *` gives is a promise: changes are made on purpose."""
-    assert ckptfs.__all__ == ["CkptfsError", "mounted", "prefetch", "publish", "status", "wait"]
+    assert ckptfs.__all__ == ["CkptfsError", "MountError", "mounted", "prefetch", "publish", "status", "wait"]
     assert all(hasattr(ckptfs, name) for name in ckptfs.__all__)
 
 

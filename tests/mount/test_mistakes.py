@@ -1,0 +1,184 @@
+"""What people do wrong, or what goes wrong under them: each mistake is told, with what to do next, and does no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import ckptfs
+from ckptfs.errors import NameMissing
+from tests.support.mounts import Site, end, is_alive, is_mounted, until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def refused(site: Site, *arguments: str, status: int = 1) -> str:
+    """The one line in which the command says no."""
+    done = site.run(*arguments)
+    assert done.status == status, done.said
+    assert len(done.err.splitlines()) == 1, done.err
+    return done.err
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "usual"])
+def test_a_store_that_was_moved_is_missed(site: Site, tmp_path: Path, named: bool) -> None:
+    """Neither an empty mount nor another store: refused until the user names it, or begins anew."""
+    first = ("--store", str(site.store)) if named else ()
+    done = site.run("mount", str(site.mountpoint), "--force", *first)
+    assert done.status == 0, done.said
+    (site.mountpoint / "saved").write_bytes(b"1")
+    store, moved = Path(site.status()["mount"]["store"]), tmp_path / "moved"
+    site.umount()
+    store.rename(moved)
+    said = refused(site, "mount", str(site.mountpoint), "--force")
+    assert str(store) in said and "moved" in said and "--store" in said and "--remote" in said
+    assert not store.exists() and not is_mounted(site.mountpoint)
+    assert site.run("mount", str(site.mountpoint), "--force", "--store", str(moved)).status == 0
+    assert (site.mountpoint / "saved").read_bytes() == b"1"
+    site.umount()
+    assert site.run("mount", str(site.mountpoint), "--force").status == 0, "it is remembered where it is now"
+    site.umount()
+    moved.rename(store)
+    anew = site.run("mount", str(site.mountpoint), "--force", "--remote", f"file://{tmp_path / 'bucket'}")
+    assert anew.status == 0, anew.said
+    assert list(site.mountpoint.iterdir()) == []
+    site.umount()
+
+
+def test_a_first_mount_without_a_remote_says_what_that_means(site: Site) -> None:
+    """So that a renamed mountpoint, which cannot be told from a new one, does not go on unreplicated in silence."""
+    assert "nothing leaves this machine (--remote URL replicates)" in site.mount().out
+    site.umount()
+    again = site.mount().out
+    assert "remote  none: the store alone\n" in again
+    site.umount()
+
+
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "alone"])
+def test_a_store_that_went_while_mounted_leads_to_umount(site: Site, tmp_path: Path, remote: bool) -> None:
+    """Every command names `ckptfs umount`, and that unmounts and says what it means; nothing hangs."""
+    url = ("--remote", f"file://{tmp_path / 'bucket'}") if remote else ()
+    site.mount("--stop-timeout", "1s", *url)
+    (site.mountpoint / "saved").write_bytes(b"1")
+    pid, moved = site.pid(), tmp_path / "moved"
+    site.store.rename(moved)
+    try:
+        for command in ("mount", "status", "wait", "publish", "prefetch", "auth"):
+            said = refused(site, command, str(site.mountpoint))
+            assert str(site.store) in said and f"`ckptfs umount {site.mountpoint}`" in said
+        listed = site.run("status")
+        assert listed.status == 0 and f"`ckptfs umount {site.mountpoint}`" in listed.out
+        (document,) = (
+            each
+            for each in json.loads(site.run("status", "--json").out)
+            if each["mount"]["mountpoint"] == str(site.mountpoint)
+        )
+        assert not document["safe"] and "is gone" in document["error"]
+        done = site.umount(status=3)
+        assert "is gone" in done.out and "lost" in done.out
+        assert not is_mounted(site.mountpoint)
+        until(lambda: not is_alive(pid), "the daemon to end")
+    finally:
+        end(pid)
+    moved.rename(site.store)
+    site.mount()
+    assert (site.mountpoint / "saved").read_bytes() == b"1"
+    site.umount()
+
+
+def test_other_options_for_a_running_mount_are_refused(site: Site) -> None:
+    """One line that says what is in force; options equal to that are fine, and nothing changes."""
+    site.mount("--settle", "3s", "--owner", "1:2")
+    for options, in_force in (
+        (["--read-only"], "without --read-only"),
+        (["--settle", "1s"], "--settle 3s"),
+        (["--max-lag", "7m"], "--max-lag 120s"),
+        (["--owner", "mine"], "--owner 1:2"),
+        (["--passthrough", "on"], "--passthrough "),
+        (["--no-allow-other" if os.geteuid() == 0 else "--allow-other"], "allow-other"),
+        (["--foreground"], f"pid {site.pid()}"),
+    ):
+        said = refused(site, "mount", str(site.mountpoint), *options)
+        assert in_force in said and "unmount it first" in said
+    same = site.mount("--settle", "3000ms", "--owner", "1:2", "--max-lag", "2m")
+    assert "mounted already" in same.out
+    assert site.status()["mount"]["settings"]["settle_s"] == 3.0
+    site.umount()
+
+
+def test_a_missing_path_is_told_as_it_was_typed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of every other program, from the command and from Python."""
+    site.mount()
+    missing = f"{site.mountpoint}/nope/deeper"
+    for command in ("status", "wait", "publish", "prefetch"):
+        assert refused(site, command, missing) == f"Error: {missing}: no such file or directory\n"
+    monkeypatch.chdir(site.mountpoint)
+    for ask in (ckptfs.status, ckptfs.wait, ckptfs.publish, ckptfs.prefetch):
+        with pytest.raises(NameMissing, match=r"^nope: no such file or directory$"):
+            ask("nope")
+    monkeypatch.undo()
+    site.umount()
+
+
+def test_errors_in_python_are_the_bare_message(site: Site) -> None:
+    """Without the command's own prefix, under the name that `ckptfs` exports."""
+    with pytest.raises(ckptfs.MountError, match=r"^/dev/null/x|^cannot create /dev/null/x"), ckptfs.mounted(
+        "/dev/null/x", store=site.store, options=("--force",)
+    ):
+        pass
+
+
+def test_wrong_usage_leaves_nothing_behind(site: Site, tmp_path: Path) -> None:
+    """A malformed owner or URL is status 2 before anything is made; a remote that cannot be, 1 and cleaned up."""
+    for options, words in (
+        (["--owner", "bob"], "UID:GID"),
+        (["--remote", "/somewhere"], "is no URL"),
+        (["--remote", "ftp://host/x"], "not supported"),
+        (["--remote", "s3://"], "no bucket name"),
+    ):
+        done = site.run("mount", str(site.mountpoint), "--store", str(site.store), "--force", *options)
+        assert done.status == 2 and words in done.err and done.out == "", done.said
+        assert not site.mountpoint.exists() and not site.store.exists()
+    mistyped = ("--remote", f"file://{tmp_path}/no/such/directory")
+    for extra in ((), ("--foreground",)):
+        done = site.run("mount", str(site.mountpoint), "--store", str(site.store), "--force", *mistyped, *extra)
+        assert done.status == 1, done.said
+        assert not site.mountpoint.exists() and not site.store.exists()
+    site.mount()
+    (site.mountpoint / "saved").write_bytes(b"1")
+    site.umount()
+    assert site.try_mount(*mistyped).status == 1
+    site.mount()
+    assert (site.mountpoint / "saved").read_bytes() == b"1"
+    site.umount()
+
+
+def test_the_end_is_told_to_programs(site: Site, tmp_path: Path) -> None:
+    """`umount --json` gives what is pending beside the exit status, also when a killed daemon cannot tell."""
+    site.mount("--remote", f"file://{tmp_path / 'bucket'}")
+    (site.mountpoint / "saved").write_bytes(b"1" * 5000)
+    document = json.loads(site.umount("--json").out)
+    assert document["unmounted"] and document["safe"] and not any(document["pending"].values())
+    site.mount("--settle", "100s")
+    (site.mountpoint / "more").write_bytes(b"2" * 5000)
+    document = json.loads(site.umount("--json", "--no-wait", status=3).out)
+    assert document["pending"]["files"] == 1 and not document["safe"]
+    site.mount()
+    site.kill()
+    document = json.loads(site.umount("--json", status=3).out)
+    assert document["pending"] is None and "killed" in document["last_error"]
+
+
+def test_status_without_a_path_tells_each_mount_once(site: Site) -> None:
+    """With the state of the root; a dead mount's path stands in its line once."""
+    site.mount()
+    (site.mountpoint / "file").write_bytes(b"1")
+    assert ckptfs.wait(site.mountpoint, "sealed", 30)
+    assert "state        / is sealed" in site.run("status").out
+    site.kill()
+    (line,) = (each for each in site.run("status").out.splitlines() if "does not answer" in each)
+    assert line.count(f"{site.mountpoint}: ") == 1
+    site.umount(status=3)
