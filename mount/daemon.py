@@ -105,6 +105,7 @@ class Daemon:
             "mounted": self._mounted,
             "stopping": self._stopping,
             "read_only": self._order.read_only,
+            "offline": self._order.offline,
             "remote": self._settings.remote,
             "settings": {name: getattr(self._settings, name) for name in REMEMBERED},
             "passthrough": self._passthrough.describe(),

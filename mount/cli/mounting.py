@@ -112,7 +112,8 @@ def mount(
         click.echo(f"cleaned up {mountpoint}: its daemon was killed")
     found = mounts.mounted_at(mountpoint)
     if found is not None and found.type == CKPTFS_TYPE:
-        _already_mounted(mountpoint, remote, store, read_only, foreground, remembered)
+        for_now = {"read_only": read_only, "offline": offline}
+        _already_mounted(mountpoint, remote, store, foreground, for_now, remembered)
         return
     mounts.check_fuse(allow_other=bool(allow_other))
     chosen = placement.choose(mountpoint, store, anew=remote is not None)
@@ -216,23 +217,28 @@ def _already_mounted(
     mountpoint: str,
     remote: str | None,
     store: str | None,
-    read_only: bool,
     foreground: bool,
+    for_now: dict[str, bool],
     remembered: dict[str, Any],
 ) -> None:
     """Hand over credentials. Raises MountError when the running mount is not what is asked for, in any option."""
+    from ckptfs.remote.open import canonical_url
+
     place = locate(mountpoint)
     there = ask(place.store, "hello")
     if store is not None and Path(os.path.realpath(os.path.expanduser(store))) != place.store:
         raise MountError(f"{mountpoint} is mounted already, with the store {place.store}: unmount it first")
-    if remote is not None and remote.rstrip("/") != there["remote"]:
+    if remote is not None and canonical_url(remote) != there["remote"]:
         raise MountError(f"{mountpoint} is mounted already, with {there['remote'] or 'no remote'}: unmount it first")
     if foreground:
         raise MountError(
             f"{mountpoint} is mounted already (pid {there['pid']}): unmount it first to serve it with --foreground"
         )
-    if read_only and not there["read_only"]:
-        raise MountError(f"{mountpoint} is mounted already, without --read-only: unmount it first to change that")
+    for name, asked in for_now.items():
+        if asked and not there[name]:
+            raise MountError(
+                f"{mountpoint} is mounted already, without {_option(name, True)}: unmount it first to change that"
+            )
     for name, value in remembered.items():
         in_force = there["settings"][name]
         if value is not None and value != in_force:

@@ -94,6 +94,7 @@ def test_other_options_for_a_running_mount_are_refused(site: Site) -> None:
     site.mount("--settle", "3s", "--owner", "1:2")
     for options, in_force in (
         (["--read-only"], "without --read-only"),
+        (["--offline"], "without --offline"),
         (["--settle", "1s"], "--settle 3s"),
         (["--max-lag", "7m"], "--max-lag 120s"),
         (["--owner", "mine"], "--owner 1:2"),
