@@ -94,10 +94,13 @@ class OpenFiles:
             file.manifest = manifest
         self._written.pop(image, None)
 
-    def is_unwatched(self, ino: Inode) -> bool:
-        """Whether size and times of *ino* can change without our being told."""
+    def is_volatile(self, ino: Inode, size: int) -> bool:
+        """Whether size and times of *ino*, which has *size* now, can change without this kernel's noticing.
+
+        Stores through a map are not noticed. Nothing can be stored into an empty file before it is given a size.
+        """
         file = self._files.get(ino)
-        return file is not None and file.unwatched and file.modified
+        return file is not None and file.unwatched and file.modified and (size > 0 or file.held)
 
     def forget_image(self, image: ImageId) -> None:
         self._written.pop(image, None)

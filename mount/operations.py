@@ -279,7 +279,8 @@ class Operations(pyfuse3.Operations):
         reply.st_ino = attributes.ino
         reply.generation = 0
         reply.entry_timeout = self._options.cache_s
-        reply.attr_timeout = 0 if self._fs.files.is_unwatched(attributes.ino) else self._options.cache_s
+        volatile = self._fs.files.is_volatile(attributes.ino, attributes.size)
+        reply.attr_timeout = 0 if volatile else self._options.cache_s
         reply.st_mode = attributes.mode
         reply.st_nlink = attributes.nlink
         reply.st_uid, reply.st_gid = self._options.owner or (attributes.uid, attributes.gid)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from ckptfs.ids import ImageId, new_image_id
 from ckptfs.spans import SpanSet
 
 _COPY_BYTES = 64 << 20
+_FOLDERS, _IN_A_ROW = 256, 1024
+"""Folders, and images that go into one before the next: new images share a folder, which is flushed once for all."""
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Images:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True, mode=0o700)
+        self._made = random.randrange(_FOLDERS) * _IN_A_ROW
 
     def path(self, image: ImageId) -> Path:
         name = f"{image:016x}"
@@ -54,8 +58,10 @@ class Images:
 
     def create(self) -> Image:
         """A new empty whole image, open for reading and writing."""
+        self._made += 1
+        folder = self._made // _IN_A_ROW % _FOLDERS
         while True:
-            image = new_image_id()
+            image = ImageId(new_image_id() // _FOLDERS * _FOLDERS + folder)
             path = self.path(image)
             try:
                 return Image(image, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
