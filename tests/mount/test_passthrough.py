@@ -276,7 +276,8 @@ def test_a_survivor_does_not_hold_back_what_is_whole(machines: Machines) -> None
         here = machines.mount(near)
         (here / "after").write_bytes(b"whole")
         holder.write(10, "late")
-        assert near.run("publish", str(here)).status == 0
+        published = near.run("publish", str(here))
+        assert published.status == 3 and "/held is open for writing" in published.err
         there = machines.mount(far)
         assert (there / "after").read_bytes() == b"whole"
         assert not (there / "held").exists() or (there / "held").read_bytes() == b""
