@@ -362,7 +362,7 @@ class S3Store:
             ) from error
         if isinstance(error, _UNCONNECTED):
             raise RemoteError(
-                f"{self.url}: no connection ({error}). Is the network up? Check AWS_ENDPOINT_URL.",
+                f"{self.url}: no answer ({error}). Is the network up? Check AWS_ENDPOINT_URL.",
                 key=key,
                 temporary=True,
             ) from error

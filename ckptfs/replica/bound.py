@@ -53,7 +53,7 @@ class BoundStore:
     def recognise(self, age_s: float = 0.0) -> None:
         """Return if it was the bound remote *age_s* ago or is now. Raises RemoteUnusable, other RemoteErrors."""
         with self._asking:
-            if self._now() - self._recognised_s <= age_s:
+            if self._now() - self._recognised_s < age_s:
                 return
             asked_s, self._recognised_s = self._now(), float("-inf")
             try:

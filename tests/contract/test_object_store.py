@@ -376,6 +376,21 @@ def test_directory_that_is_gone(tmp_path: Path) -> None:
     assert store.get("a/1") == b"a/1"
 
 
+def test_directory_is_left_alone_until_something_is_put(tmp_path: Path) -> None:
+    """One that holds other things gets no `.tmp` by being opened; one that must be there is not made."""
+    (tmp_path / "other").touch()
+    store = DirectoryStore(str(tmp_path))
+    assert keys_of(store) == ["other"] and os.listdir(tmp_path) == ["other"]
+    put_all(store, "a")
+    assert sorted(os.listdir(tmp_path)) == [TEMPORARY, "a", "other"]
+    (tmp_path / "empty").mkdir()
+    assert keys_of(DirectoryStore(str(tmp_path / "empty"), create=False)) == []
+    assert os.listdir(tmp_path / "empty") == []
+    with pytest.raises(RemoteUnusable, match="no such directory; is it mounted"):
+        DirectoryStore(str(tmp_path / "none"), create=False)
+    assert not (tmp_path / "none").exists()
+
+
 def test_directory_leaves_nothing_after_an_error(tmp_path: Path) -> None:
     """A put that fails leaves neither an object nor a temporary file."""
     store = DirectoryStore(str(tmp_path))
@@ -398,6 +413,8 @@ def test_urls(tmp_path: Path) -> None:
     for url, message in [
         (str(tmp_path), "Did you mean file:///"),
         ("bucket/run", "is no URL"),
+        ("file:/bucket/run", "Did you mean file:///bucket/run"),
+        ("file:///proc/run", "cannot be created: No such file"),
         ("gs://bucket/run", "gs:// is not supported.*s3://bucket/prefix"),
         ("file://nas/run", "three slashes"),
         ("file:///", "three slashes"),

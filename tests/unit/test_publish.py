@@ -359,10 +359,11 @@ def test_another_remote_is_refused(tmp_path: Path) -> None:
                 here.settler.cut_now()
                 while here.publisher.last_error is None:
                     await trio.sleep(0.01)
-                assert "another remote" in here.publisher.last_error
+                assert "not the remote that this store was replicated with" in here.publisher.last_error
 
     run(lambda: once("one"))
     run(lambda: once("two"))
+    assert os.listdir(tmp_path / "two") == [".tmp"]
 
 
 def test_poisoned_image_holds_nothing_up(tmp_path: Path) -> None:
