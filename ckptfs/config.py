@@ -42,8 +42,8 @@ class Tuning:
     fetch_threads: int = 8
     """Range requests at once while reading from the remote."""
     fetch_bytes: int = 8 * MIB
-    """Coalesced range requests grow up to this many encoded bytes. A request costs 3 ms of CPU time whatever its length:
-    1 GiB came in 4.7 s so, and in 6.0 s with twelve of 4 MiB at once."""
+    """Coalesced range requests grow up to this many encoded bytes. A request costs 3 ms of CPU time whatever its
+    length: 1 GiB came in 4.7 s so, and in 6.0 s with twelve of 4 MiB at once."""
     fetch_gap_bytes: int = 128 * KIB
     """Bytes worth fetching in vain to save one request."""
     readahead_bytes: int = 64 * MIB
