@@ -103,7 +103,7 @@ class Entries:
             return row.stamp
         if won is not None and row.origin is not None:
             return max(won, row.stamp)
-        return max(row.stamp, p.before.get(local.ino, local.changed))
+        return max(row.stamp, p.before.get(local.file_id, local.changed))
 
     # Changing rows
 
@@ -359,7 +359,7 @@ class Entries:
         regular = S_ISREG(local.mode)
         if regular and local.manifest is None and (entry.changed == local.changed or self._listener.writing(local.ino)):
             return False  # being changed here: this side's stamp will be the newer one
-        p.before.setdefault(local.ino, local.changed)
+        p.before.setdefault(local.file_id, local.changed)
         columns: dict[str, object] = {
             "mode": entry.mode, "uid": entry.uid, "gid": entry.gid, "rdev": entry.rdev, "target": entry.target,
             "mtime_ns": entry.mtime_ns, "ctime_ns": entry.ctime_ns, "atime_ns": entry.atime_ns, "size": entry.size,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptfs.encoding.tree import Entry
-from ckptfs.ids import ImageId, Inode, Stamp, WriterId
+from ckptfs.ids import FileId, ImageId, Inode, Stamp, WriterId
 from ckptfs.local.catalog.sources import Origin
 
 
@@ -87,8 +87,9 @@ class Pass:
     """Merges all sources of a directory that was not looked into; nothing when it was."""
     weights: dict[tuple[Inode, bytes], int] = field(default_factory=dict)
     """By what a name won in this pass: its inode's `changed` may have grown since through another name."""
-    before: dict[Inode, int] = field(default_factory=dict)
-    """inode.changed as it was before this pass raised it, for the same reason."""
+    before: dict[FileId, int] = field(default_factory=dict)
+    """inode.changed as it was before this pass raised it, for the same reason. By file: when its content is replaced,
+    its names move to another inode (`Names.move_names`) while the pass goes on."""
     jobs: list[Contest | Graft] = field(default_factory=list)
     fresh: list[Inode] = field(default_factory=list)
     """Directories not looked into whose tree changed in this pass: where a missing file may have been moved to."""

@@ -310,6 +310,32 @@ def test_changes_of_others_show_within_the_lag(machines: Machines) -> None:
     assert not (there / "e").exists()
 
 
+@pytest.mark.parametrize("way", ["rename", "link and unlink"])
+def test_a_file_that_is_moved_and_then_changed_leaves_its_old_place(machines: Machines, way: str) -> None:
+    """Also where the other machine's kernel knows the file: the old name is gone there, and stays gone here."""
+    a, b = machines.site("a"), machines.site("b")
+    here, there = machines.mount(a), machines.mount(b)
+    (here / "d").mkdir()
+    (here / "d" / "x").write_bytes(b"1" * 1000)
+    assert a.run("publish", str(here)).status == 0
+    until((there / "d" / "x").exists, "the file", 5)
+    if way == "rename":
+        (here / "d" / "x").rename(here / "x")
+    else:
+        (here / "x").hardlink_to(here / "d" / "x")
+        (here / "d" / "x").unlink()
+    with open(here / "x", "ab") as file:
+        file.write(b"more")
+    assert a.run("publish", str(here)).status == 0
+    until((there / "x").exists, "the new name", 5)
+    assert os.listdir(there / "d") == []
+    assert (there / "x").read_bytes() == b"1" * 1000 + b"more"
+    (there / "d" / "other").touch()
+    assert b.run("publish", str(there)).status == 0
+    until((here / "d" / "other").exists, "the other machine's file", 5)
+    assert os.listdir(here / "d") == ["other"]
+
+
 def test_a_file_that_is_replaced_while_it_is_read(machines: Machines) -> None:
     """Who reads a file goes on with what was opened; who opens it later has the new one, never a mixture."""
     a, b = machines.site("a"), machines.site("b")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import sqlite3
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from pathlib import Path
 from ckptfs.errors import StoreError
 from ckptfs.ids import WriterId
 from ckptfs.local.catalog import schema
+
+log = logging.getLogger(__name__)
 
 SELF = 1
 """writer.id of this store."""
@@ -95,6 +98,8 @@ class Catalog:
         db = sqlite3.connect(os.fspath(self.path), isolation_level=None)
         try:
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except sqlite3.OperationalError as error:
+            raise OSError(errno.ENOSPC if "is full" in str(error) else errno.EIO, str(error)) from error
         finally:
             db.close()
 
@@ -121,9 +126,11 @@ class Catalog:
         return WriterId(self.db.execute("SELECT uuid FROM writer WHERE id = ?", (row,)).fetchone()[0])
 
     def close(self) -> None:
-        """Checkpoint and close. The WAL file goes with it."""
+        """Checkpoint and close. The WAL file goes with it, but on a full disk, where the next opening finds it."""
         try:
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.OperationalError as error:
+            log.warning("%s keeps its log: %s", self.path, error)
         finally:
             self.db.close()
             os.close(self._wal)
