@@ -65,6 +65,7 @@ _QUIET_S = 10.0
 finish its step. Bounded by `stop_timeout_s`; `ckptfs umount` and a second signal do not wait for it."""
 
 _LOOK_EVERY_S = 0.2
+_WRITE_BACK_S = 5.0
 _REMOTE_CHECK = Limits(0.5, 4.0, attempts=4, deadline_s=30.0)  # then a remote counts as unreachable: somebody waits
 _FIRST_ANSWER_S = 30.0  # from mount(2) to the first answered stat
 _HANDLERS_END_S = 5.0  # requests still being served when the loop is told to end; then they are cancelled
@@ -228,12 +229,23 @@ class Daemon:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._watch_writers)
                 while True:
+                    await self._write_back()
                     drained = await self._engine.drain(deadline - trio.current_time())
                     if drained and trio.current_time() - self._last_written >= quiet_s:
                         break
                     await trio.sleep(_LOOK_EVERY_S)
                 nursery.cancel_scope.cancel()
         self._end_loop()
+
+    async def _write_back(self) -> None:
+        """Have the kernel hand over what was stored through maps of files that we serve: it tells nobody until then.
+
+        Another process asks, as in `_announce`.
+        """
+        with trio.move_on_after(_WRITE_BACK_S):
+            await trio.run_process(
+                ["sync", "--file-system", "--", self._order.mountpoint], capture_stderr=True, check=False
+            )
 
     async def _watch_writers(self, *, task_status: trio.TaskStatus[None]) -> None:
         self._last_written = trio.current_time()

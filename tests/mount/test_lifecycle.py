@@ -18,6 +18,7 @@ import pytest
 
 import ckptfs
 from ckptfs.errors import MountError
+from tests.support.maps import mapped
 from tests.support.mounts import COMMAND_S, Site, is_alive, is_mounted, run, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -377,4 +378,21 @@ def test_killed_at_the_moment_it_mounts(site: Site, attempt: int) -> None:
         command.stdout.read()
     site.mount()
     (site.mountpoint / "file").write_bytes(b"after")
+    site.umount()
+
+
+def test_sigterm_keeps_what_was_stored_through_a_map(site: Site) -> None:
+    """A sealed file is changed through a map without a descriptor, and never synced: the stop hands it over."""
+    site.mount("--stop-timeout", "2s")
+    pid = site.pid()
+    path = site.mountpoint / "file"
+    path.write_bytes(b"a" * 100_000)
+    assert ckptfs.wait(path, "sealed", 30)
+    with mapped(path, writable=True) as data:
+        data[:4] = b"late"
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not is_alive(pid), "the daemon to end", 30)
+        data.release()
+    site.mount()
+    assert path.read_bytes() == b"late" + b"a" * 99_996
     site.umount()
