@@ -186,7 +186,27 @@ class Engine:
         if self.replica is None:
             return Progress(0, 0, 0, 0.0, None, None)
         names, changes = self._totals.names_pending()
-        return dataclasses.replace(self.replica.progress(), pending_files=names, pending_changes=changes)
+        progress, grown = self.replica.progress(), self._grown_logs()
+        return dataclasses.replace(
+            progress,
+            pending_files=names + len(grown),
+            pending_bytes=progress.pending_bytes + sum(grown),
+            pending_changes=changes,
+        )
+
+    def _grown_logs(self) -> list[int]:
+        """Bytes by which each open log, of which the remote has what was sealed, has grown since."""
+        grown = []
+        for each in self.filesystem.open_logs():
+            if each.lowest_write is None or self._totals.pending_under(each.ino, limit=1):
+                continue  # nothing new, or counted as a pending file already
+            sealed = self.replica.logs.provisional(each.ino) if self.replica else None
+            try:
+                size = self._store.images.path(each.image).stat().st_size
+            except FileNotFoundError:
+                continue
+            grown.append(max(0, size - sealed.size) if sealed else size)
+        return grown
 
     async def state(self, path: bytes) -> str:
         """writing, closed, sealed, replicated or verified: the least of what is under *path*. Raises NameMissing."""

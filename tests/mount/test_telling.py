@@ -54,6 +54,25 @@ def test_removals_are_waited_for_and_are_no_loss(machines: Machines) -> None:
     assert site.status()["safe"]
 
 
+def test_an_open_log_that_grew_is_at_risk(machines: Machines) -> None:
+    """What the last seal of a log does not have is counted, and safe again once it was sent."""
+    logs = {"log_after_s": 0.5, "log_seal_s": 2.0, "log_seal_after_fsync_s": 2.0}
+    site = machines.site("site", settings=logs)
+    top = machines.mount(site)
+    with open(top / "events.out.tfevents.1", "wb", buffering=0) as log:
+
+        def sent() -> bool:
+            log.write(b"one line\n")
+            return "events.out" in site.run("ls", machines.url).out
+
+        until(sent, "the log on the remote")
+        until(lambda: site.status()["safe"], "all of it to be there")
+        log.write(b"news\n" * 100)
+        status = site.status()
+        assert not status["safe"] and status["at_risk"]["files"] == 1 and 0 < status["at_risk"]["bytes"] <= 600
+        until(lambda: site.status()["safe"], "the news to be there")
+
+
 def test_a_rate_is_told_only_when_it_is_known(machines: Machines) -> None:
     """After an idle time the estimate is that of the sending, not of the waiting."""
     way = machines.proxy()
