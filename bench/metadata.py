@@ -77,7 +77,7 @@ def visit(contestant: Contestant, count: int, timings: dict[str, dict[str, list[
         phase()
         taken = time.perf_counter() - started
         timings.setdefault(name, {}).setdefault(contestant.name, []).append(taken / count * 1e3)
-    shutil.rmtree(contestant.directory / "small")
+    shutil.rmtree(top)
     shutil.rmtree(zarr)
     contestant.settle()
 

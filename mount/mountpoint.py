@@ -138,7 +138,7 @@ def check_fuse(allow_other: bool) -> None:
         )
         raise MountError(f"/dev/fuse cannot be opened ({error.strerror}): {remedy}") from error
     if root:
-        if not _may_mount():
+        if not has_sys_admin():
             raise MountError(
                 "this root may not mount (no CAP_SYS_ADMIN): start the container with --cap-add SYS_ADMIN"
             )
@@ -234,7 +234,8 @@ def _command(process: Path) -> str:
         return "?"
 
 
-def _may_mount() -> bool:
+def has_sys_admin() -> bool:
+    """Whether this process has CAP_SYS_ADMIN, which mounting and passthrough ask for."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +22,11 @@ from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 
 from .errnos import replies
-from .passthrough import direct_maps, kernel_handle, own_handle
+from .passthrough import KERNEL, direct_maps, kernel_handle, own_handle
 
 log = logging.getLogger(__name__)
 
 _LONG_S = 3600.0
-_KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
 BLOCK_BYTES = 128 << 10
 """Buffer that programs should use. Python reads this much after each seek, even for the few bytes of a ZIP record's
 header: with 1 MiB, torch.load(mmap=True) fetched two chunks more for every tensor; smaller ones make buffered writes
@@ -308,7 +306,7 @@ def _direct(flags: int, *, new: bool) -> bool:
     were.
     """
     access = flags & os.O_ACCMODE
-    return _KERNEL >= (6, 6) and (access == os.O_WRONLY or (new and access == os.O_RDWR and direct_maps()))
+    return KERNEL >= (6, 6) and (access == os.O_WRONLY or (new and access == os.O_RDWR and direct_maps()))
 
 
 def _caller(ctx: RequestContext) -> Caller:

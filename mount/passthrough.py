@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -28,12 +29,15 @@ from ckptfs.errors import MountError
 from ckptfs.local import leases
 from ckptfs.local.mountinfo import mount_of
 
+from .mountpoint import has_sys_admin
 from .native import library, missing
 
 log = logging.getLogger(__name__)
 
+KERNEL = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+"""Major and minor version of the running kernel."""
+
 _KERNEL_NEEDED = (6, 9)
-_CAP_SYS_ADMIN = 21
 _HANDLE_BITS = 32
 _REFUSALS = {
     errno.EPERM: "the kernel asks for CAP_SYS_ADMIN in the initial user namespace",
@@ -124,10 +128,9 @@ def own_handle(fh: int) -> int:
 
 def _obstacle(images: Path) -> str | None:
     """Why it cannot work, as far as can be told before mounting."""
-    release = os.uname().release
-    if tuple(int(part) for part in release.split("-")[0].split(".")[:2]) < _KERNEL_NEEDED:
-        return f"Linux {release} is older than {'.'.join(map(str, _KERNEL_NEEDED))}"
-    if not _has_sys_admin():
+    if KERNEL < _KERNEL_NEEDED:
+        return f"Linux {os.uname().release} is older than {'.'.join(map(str, _KERNEL_NEEDED))}"
+    if not has_sys_admin():
         return _REFUSALS[errno.EPERM]
     mount = mount_of(os.path.realpath(images))
     if mount is not None and mount.type == "overlay":
@@ -135,10 +138,3 @@ def _obstacle(images: Path) -> str | None:
     if not leases.work_in(images):
         return "the store's file system knows no leases, which tell whether a file is still being written"
     return None
-
-
-def _has_sys_admin() -> bool:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> _CAP_SYS_ADMIN & 1)
-    return False
