@@ -121,6 +121,7 @@ class Engine:
                     await replica.demand_right()
                 if reached:
                     return True
+                self.sealer.hurry()
                 # Once, and again only when nothing is on its way: others' checkpoints are cut along, whole or not.
                 if replica and state != "writing" and (first or replica.publisher.is_drained):
                     replica.cut_now()
@@ -166,6 +167,7 @@ class Engine:
 
     async def _all_sealed(self) -> None:
         while not self.sealer.idle:
+            self.sealer.hurry()
             changed = self._changed
             with trio.move_on_after(0.2):
                 await changed.wait()
@@ -202,7 +204,7 @@ class Engine:
                 continue  # nothing new, or counted as a pending file already
             sealed = self.replica.logs.provisional(each.ino) if self.replica else None
             try:
-                size = self._store.images.path(each.image).stat().st_size
+                size = self._store.images.status(each.image).st_size
             except FileNotFoundError:
                 continue
             grown.append(max(0, size - sealed.size) if sealed else size)
@@ -282,7 +284,7 @@ class Engine:
         total = 0
         for image in self._store.contents.images():
             try:
-                total += self._store.images.path(image).stat().st_blocks * 512
+                total += self._store.images.status(image).st_blocks * 512
             except FileNotFoundError:
                 continue
         return total

@@ -14,6 +14,7 @@ import os
 import stat
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 from ckptfs.attributes import AttributeChange, Attributes, Caller
@@ -130,7 +131,7 @@ class FileSystem:
             if status is not None and row.manifest is None:
                 size, mtime_ns = status.st_size, status.st_mtime_ns
                 ctime_ns, blocks = max(ctime_ns, status.st_ctime_ns), status.st_blocks
-            elif status is not None and self.store.contents.image_is_whole(row.image or ImageId(0)):
+            elif status is not None and row.image_whole == 1:
                 blocks = status.st_blocks
         elif stat.S_ISDIR(row.mode):
             size, blocks = 4096, 8
@@ -144,9 +145,12 @@ class FileSystem:
         """The store's disk."""
         return os.statvfs(self.store.path)
 
-    def still_names(self, directory: Inode, name: bytes, ino: Inode) -> bool:
-        """Whether *name* means *ino* now, for a listing that began earlier."""
-        return self._names.find(directory, name) == ino
+    def listed(self, directory: Inode, names: list[tuple[bytes, Inode]]) -> list[Attributes | None]:
+        """What stat shows of each of *names*, some in a row of `entries`; None for one that means another by now."""
+        rows = self._names.rows(directory, names[0][0], names[-1][0])
+        return [
+            self.attributes(rows[name]) if name in rows and rows[name].ino == ino else None for name, ino in names
+        ]
 
     # Making names
 
@@ -278,7 +282,7 @@ class FileSystem:
             columns["ctime_ns"] = time.time_ns()
             if change.mtime_ns is not None and row.manifest is None and row.image is not None:
                 os.utime(
-                    self.store.images.path(row.image),
+                    self.store.images.file(row.image),
                     ns=(columns.get("atime_ns", row.atime_ns), columns["mtime_ns"]),
                 )
             with self.store.catalog.transaction():
@@ -291,7 +295,6 @@ class FileSystem:
         _check_namespace(name)
         value = self._names.xattr(ino, name)
         if value is None:
-            self._names.inode(ino)
             raise AttributeMissing(f"inode {ino} has no attribute {name!r}")
         return value
 
@@ -351,11 +354,13 @@ class FileSystem:
         """The kernel knows *ino*: it stays while it does, also without a name."""
         self._pins[ino] += count
 
-    def unpin(self, ino: Inode, count: int) -> None:
-        self._pins[ino] -= count
-        if self._pins[ino] <= 0:
-            del self._pins[ino]
-            self.purge_if_gone(ino)
+    def unpin(self, counts: Sequence[tuple[Inode, int]]) -> None:
+        """The kernel forgets (inode, how many of its lookups)."""
+        for ino, count in counts:
+            self._pins[ino] -= count
+            if self._pins[ino] <= 0:
+                del self._pins[ino]
+        self.purge_if_gone(*(ino for ino, _ in counts))
 
     # Within
 
@@ -385,35 +390,39 @@ class FileSystem:
         self._names.update_inode(ino, ctime_ns=time.time_ns())
         self._names.state_changed(ino, self.store.clock.tick())
 
-    def purge_if_gone(self, ino: Inode) -> None:
-        """Remove an inode without a name, opener or place in the kernel's memory, and its image if nobody needs it."""
-        if self._pins.get(ino) or self.files.get(ino):
+    def purge_if_gone(self, *inos: Inode) -> None:
+        """Remove those without a name, opener or place in the kernel's memory, and images that nobody needs then."""
+        gone = [row for ino in dict.fromkeys(inos) if (row := self._gone(ino)) is not None]
+        if not gone:
             return
+        unneeded: list[ImageId] = []
+        try:
+            with self.store.catalog.transaction():
+                for row in gone:
+                    self._names.remove_inode(row.ino)
+                    if row.manifest is not None:
+                        self.store.contents.drop_unneeded_manifests([row.manifest])
+                    if row.image is not None and not self.store.contents.image_is_needed(row.image):
+                        self.store.contents.drop_image(row.image)
+                        unneeded.append(row.image)
+        except OSError as error:
+            log.warning("%d inodes have no name any more and are removed later: %s", len(gone), error)
+            self._unpurged.update(row.ino for row in gone)
+            return
+        for image in unneeded:
+            self.store.sync.delete_later(image)
+            self.files.forget_image(image)
+        others, self._unpurged = self._unpurged, set()
+        self.purge_if_gone(*others)  # there is room again
+
+    def _gone(self, ino: Inode) -> InodeRow | None:
+        if self._pins.get(ino) or self.files.get(ino):
+            return None
         try:
             row = self._names.inode(ino)
         except NameMissing:
-            return
-        if row.nlink > 0:
-            return
-        unneeded: ImageId | None = None
-        try:
-            with self.store.catalog.transaction():
-                self._names.remove_inode(ino)
-                if row.manifest is not None:
-                    self.store.contents.drop_unneeded_manifests([row.manifest])
-                if row.image is not None and not self.store.contents.image_is_needed(row.image):
-                    unneeded = row.image
-                    self.store.contents.drop_image(unneeded)
-        except OSError as error:
-            log.warning("inode %d has no name any more and is removed later: %s", ino, error)
-            self._unpurged.add(ino)
-            return
-        if unneeded is not None:
-            self.store.sync.delete_later(unneeded)
-            self.files.forget_image(unneeded)
-        others, self._unpurged = self._unpurged, set()
-        for other in others:  # there is room again
-            self.purge_if_gone(other)
+            return None
+        return row if row.nlink == 0 else None
 
     def release_image(self, image: ImageId) -> None:
         """Drop *image* when no inode and no cut needs it."""
@@ -428,7 +437,7 @@ class FileSystem:
             return os.fstat(file.image.fd)
         if row.image is None:
             return None
-        return os.stat(self.store.images.path(row.image))
+        return self.store.images.status(row.image)
 
     # What replication asks (replica.Files)
 

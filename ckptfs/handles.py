@@ -83,8 +83,9 @@ class OpenFile:
     """Size and ctime of the image when it was last looked at, where writes do not come through us."""
     detached: bool = False
     """Its names belong to another inode, with other content, by now."""
+    created_by: int | None = None
+    """The catalog's commit that created it; None for a file that was opened."""
     lock: trio.Lock = field(default_factory=trio.Lock)
-
 
     @property
     def unwatched(self) -> bool:

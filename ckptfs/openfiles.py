@@ -43,6 +43,9 @@ _FETCHED_AT_ONCE = 64 << 20
 """Bytes that are waited for while as many more are on their way: more than a fast line holds."""
 
 
+_JUST_NOW_S = 0.1
+
+
 class OpenFiles:
     """The table of open files and handles."""
 
@@ -109,7 +112,9 @@ class OpenFiles:
 
     def create(self, ino: Inode, image: Image, flags: int, *, privileged: bool) -> int:
         """A handle on a file that was just created with an empty *image*."""
-        file = OpenFile(ino, image, None, new=True, modified=True)  # its row has the stamp of its creation
+        file = OpenFile(  # its row has the stamp of its creation
+            ino, image, None, new=True, modified=True, created_by=self._store.catalog.commits
+        )
         self._files[ino] = file
         self._by_image[image.id] = file
         self._serve(file, writes=True)
@@ -260,7 +265,7 @@ class OpenFiles:
         """Set the size; bytes that appear are zeros."""
         async with file.lock:
             await self._unseal(file)
-            os.truncate(self._store.images.path(file.image.id), size)
+            os.truncate(self._store.images.file(file.image.id), size)
         self._changing(file)
         self._wrote(file, size)
         if not privileged:
@@ -475,12 +480,23 @@ class OpenFiles:
         file.seen = None
         file.modified = file.new = False
         file.lowest_write = None
-        try:
-            self._store.names.state_changed(file.ino, self._store.clock.tick())
-        except OSError as error:  # a full disk: it has the stamp of its first write, and is closed all the same
-            log.warning("inode %d was closed without a new stamp: %s", file.ino, error)
+        if not self._just_created(file):
+            try:
+                self._store.names.state_changed(file.ino, self._store.clock.tick())
+            except OSError as error:  # a full disk: it has the stamp of its first write, and is closed all the same
+                log.warning("inode %d was closed without a new stamp: %s", file.ino, error)
         self._listener.closed(file.ino)
         self.on_closed(file.image.id)
+
+    def _just_created(self, file: OpenFile) -> bool:
+        """Whether the stamp of its creation is as good as one of now: nothing happened in between, and no time passed.
+
+        So a small file costs one commit, not two.
+        """
+        return (
+            file.created_by == self._store.catalog.commits
+            and trio.current_time() - file.opened_for_write_at < _JUST_NOW_S
+        )
 
     def _drop_if_idle(self, file: OpenFile) -> None:
         if file.readers or file.writers or file.lock.locked():

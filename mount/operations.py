@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import pyfuse3
+import trio
 from pyfuse3 import EntryAttributes, FileInfo, ReaddirToken, RequestContext, SetattrFields, StatvfsData
 
 from ckptfs.attributes import AttributeChange, Attributes, Caller
-from ckptfs.errors import NameMissing
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 
@@ -31,6 +31,7 @@ BLOCK_BYTES = 128 << 10
 """Buffer that programs should use. Python reads this much after each seek, even for the few bytes of a ZIP record's
 header: with 1 MiB, torch.load(mmap=True) fetched two chunks more for every tensor; smaller ones make buffered writes
 cost more requests."""
+_LISTED_AT_ONCE = _FORGOTTEN_AT_ONCE = 64
 STATE_XATTR = b"user.ckptfs.state"
 STORE_XATTR = b"user.ckptfs.store"
 
@@ -72,12 +73,15 @@ class Operations(pyfuse3.Operations):
         return self._entry(await self._fs.lookup(Inode(parent_inode), name), pin=name not in (b".", b".."))
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
-        for ino, count in inode_list:
-            self._content_seen.discard(Inode(ino))
+        forgotten = [(Inode(ino), count) for ino, count in inode_list]
+        self._content_seen.difference_update(ino for ino, _ in forgotten)
+        for start in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
+            if start:
+                await trio.lowlevel.checkpoint()
             try:
-                self._fs.unpin(Inode(ino), count)
+                self._fs.unpin(forgotten[start : start + _FORGOTTEN_AT_ONCE])
             except Exception:  # nobody waits for an answer, and pyfuse3 would end the mount
-                log.exception("forgetting inode %d failed", ino)
+                log.exception("forgetting inodes failed")
 
     @replies
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
@@ -236,21 +240,22 @@ class Operations(pyfuse3.Operations):
         """
         ino, names = self._listings[fh]
         if names is None or start_id == 0:
-            above = await self._fs.lookup(ino, b"..")
-            names = [(b".", ino), (b"..", above.ino), *await self._fs.entries(ino)]
+            names = await self._fs.entries(ino)
             self._listings[fh] = (ino, names)
-        for index in range(start_id, len(names)):
-            name, child = names[index]
-            dots = name in (b".", b"..")  # the kernel does not count these as lookups
-            if not dots and not self._fs.still_names(ino, name, child):
-                continue
-            try:
-                attributes = await self._fs.getattr(child)
-            except NameMissing:
-                continue
-            if not pyfuse3.readdir_reply(token, name, self._entry(attributes, pin=False), index + 1):
-                break
-            if not dots:
+        dots = (b".", b"..")
+        for index, name in enumerate(dots[start_id:], start_id + 1):  # the kernel does not count these as lookups
+            attributes = await self._fs.lookup(ino, name)
+            if not pyfuse3.readdir_reply(token, name, self._attributes(attributes), index):
+                return
+        at = max(start_id - len(dots), 0)
+        while at < len(names):
+            some = names[at : at + _LISTED_AT_ONCE]
+            for (name, child), listed in zip(some, self._fs.listed(ino, some), strict=True):
+                at += 1
+                if listed is None:
+                    continue
+                if not pyfuse3.readdir_reply(token, name, self._attributes(listed), at + len(dots)):
+                    return
                 self._fs.pin(child)
 
     @replies

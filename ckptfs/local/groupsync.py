@@ -17,9 +17,13 @@ import trio
 
 from ckptfs.ids import ImageId
 from ckptfs.local.catalog.catalog import Catalog
-from ckptfs.local.images import Images
+from ckptfs.local.images import Images, begin_writing_out
 
 log = logging.getLogger(__name__)
+
+
+_GATHER_S = 0.05
+"""How long files that are to be deleted wait for more of them."""
 
 
 @dataclass
@@ -45,7 +49,7 @@ class GroupSync:
         self._images = images
         self._deleted = deleted
         self._next = _Round()
-        self._wanted = trio.Event()
+        self._wanted, self._hurry = trio.Event(), trio.Event()
         self._unsynced_names: set[ImageId] = set()
         self._dirty: set[ImageId] = set()
         self._doomed: list[ImageId] = []
@@ -80,6 +84,7 @@ class GroupSync:
         waiting = self._next
         waiting.images.update(images)
         self._wanted.set()
+        self._hurry.set()
         await waiting.done.wait()
         for image in images:
             if image in waiting.failed:
@@ -93,7 +98,10 @@ class GroupSync:
             with trio.move_on_after(every_s):
                 await self._wanted.wait()
             asked = self._wanted.is_set()
-            self._wanted = trio.Event()
+            if asked:  # nobody waits for a deletion, and others will follow: one flush for all
+                with trio.move_on_after(_GATHER_S):
+                    await self._hurry.wait()
+            self._wanted, self._hurry = trio.Event(), trio.Event()
             if not asked:  # the unasked round takes everything
                 self._next.images.update(self._dirty)
             await self._serve()
@@ -130,6 +138,8 @@ class GroupSync:
             log.warning("the rows of %d deleted images stay for now: %s", len(deleted), error)
 
     def _flush(self, current: _Round, names: set[ImageId], doomed: list[ImageId], catalog_changed: bool) -> None:
+        if len(current.images) > 1:
+            begin_writing_out(map(self._images.file, current.images))
         for image in current.images:
             try:
                 fd = self._images.open(image)

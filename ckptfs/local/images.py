@@ -6,6 +6,7 @@ Functions here are plain and blocking; they touch files, never the catalog.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -20,6 +21,11 @@ from ckptfs.spans import SpanSet
 _COPY_BYTES = 64 << 20
 _FOLDERS, _IN_A_ROW = 256, 1024
 """Folders, and images that go into one before the next: new images share a folder, which is flushed once for all."""
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 @dataclass
@@ -50,11 +56,20 @@ class Images:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(exist_ok=True, mode=0o700)
+        self._root = os.fspath(directory)
         self._made = random.randrange(_FOLDERS) * _IN_A_ROW
 
     def path(self, image: ImageId) -> Path:
+        return Path(self.file(image))
+
+    def file(self, image: ImageId) -> str:
+        """Its path; a string, since a Path costs more than the system call that takes it."""
         name = f"{image:016x}"
-        return self.directory / name[-2:] / name
+        return f"{self._root}/{name[-2:]}/{name}"
+
+    def status(self, image: ImageId) -> os.stat_result:
+        """Raises FileNotFoundError."""
+        return os.stat(self.file(image))
 
     def create(self) -> Image:
         """A new empty whole image, open for reading and writing."""
@@ -62,11 +77,10 @@ class Images:
         folder = self._made // _IN_A_ROW % _FOLDERS
         while True:
             image = ImageId(new_image_id() // _FOLDERS * _FOLDERS + folder)
-            path = self.path(image)
             try:
-                return Image(image, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                return Image(image, os.open(self.file(image), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             except FileNotFoundError:
-                path.parent.mkdir(exist_ok=True, mode=0o700)
+                self.path(image).parent.mkdir(exist_ok=True, mode=0o700)
             except FileExistsError:
                 continue
 
@@ -75,18 +89,18 @@ class Images:
 
         Raises FileNotFoundError.
         """
-        return os.open(self.path(image), (os.O_RDWR if writing else os.O_RDONLY) | os.O_CLOEXEC)
+        return os.open(self.file(image), (os.O_RDWR if writing else os.O_RDONLY) | os.O_CLOEXEC)
 
     def delete(self, image: ImageId) -> None:
         """Unlink it; no error when it is gone already. Only after its rows are durably gone (invariant 2)."""
         try:
-            os.unlink(self.path(image))
+            os.unlink(self.file(image))
         except FileNotFoundError:
             pass
 
     def sync_directories(self, images: Iterable[ImageId]) -> None:
         """Make the directory entries of new images survive a power cut, each directory once."""
-        for directory in (*{self.path(image).parent for image in images}, self.directory):
+        for directory in (*{os.path.dirname(self.file(image)) for image in images}, self._root):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
@@ -115,6 +129,22 @@ def copy_data(source: int, target: int) -> None:
             _copy_range(source, target, start, end)
     status = os.fstat(source)
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def begin_writing_out(files: Iterable[str]) -> None:
+    """Let the disk begin to write all of *files*, as far as they exist; waits for nothing.
+
+    When many are flushed one by one afterwards, the first flush commits the journal for all.
+    """
+    for file in files:
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+        finally:
+            os.close(fd)
 
 
 def data_spans(fd: int, size: int) -> list[tuple[int, int]]:

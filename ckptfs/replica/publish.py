@@ -13,7 +13,6 @@ tasks wait in `drained` and `publish_now`. Cancelling `run` at any point loses n
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 import time
@@ -185,7 +184,7 @@ class Publisher:
         files, size, images = self._cuts.unpublished()
         for image in images:
             try:
-                size += os.stat(self._store.images.path(image)).st_size
+                size += self._store.images.status(image).st_size
             except FileNotFoundError:
                 pass
         left = max(0, size - (self.counters.raw_bytes - self._raw_bytes_before))

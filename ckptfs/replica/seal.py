@@ -11,9 +11,10 @@ How a file is cut is `ckptfs.formats`' work; logs, which stay open, are `ckptfs.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol
 
 import trio
@@ -25,7 +26,7 @@ from ckptfs.formats.base import FileSource
 from ckptfs.formats.cutting import pieces
 from ckptfs.formats.recognise import recognise
 from ckptfs.ids import ChunkId, ImageId, Inode, digest
-from ckptfs.local.images import data_spans
+from ckptfs.local.images import begin_writing_out, data_spans
 from ckptfs.local.store import Store
 from ckptfs.spans import SpanSet
 
@@ -34,12 +35,16 @@ log = logging.getLogger(__name__)
 _BATCH_IMAGES, _BATCH_BYTES = 256, 16 << 20
 """Sealed together at most: three flushes of the disk for all instead of for each; none waits long for the rest."""
 
-_PAUSE_S = 0.5
-"""Longest pause between two batches that others are still being added to. Each flushes the disk's journal, for which
-every file being created waits; so they take a third of the time and hold three times as much."""
+_BURST_GAP_S, _BURST_S = 0.1, 30.0
+"""Small files that are closed one after the other, with no longer gap than this, are sealed when no more of them come,
+or after so long. Sealing them meanwhile doubled what creating each cost: both want the interpreter, and a flush of the
+disk's journal makes every file being created wait."""
 
-_LOCATIONS_AT_ONCE = 500
-"""Rows per transaction: 5 to 10 ms, in which no request is served."""
+_RETRY_S = 5.0
+"""Until images whose seal could not be committed are tried again."""
+
+_LOCATIONS_AT_ONCE, _RECORDED_TOGETHER = 500, 16
+"""Rows, and seals, in one transaction: 5 to 10 ms at most, in which no request is served."""
 
 
 class WriteState(Protocol):
@@ -59,18 +64,27 @@ class Sealer:
     def __init__(self, store: Store, writes: WriteState) -> None:
         self._store = store
         self._writes = writes
-        self._queue: dict[ImageId, None] = {}
+        self._queue: dict[ImageId, int] = {}
+        """What is to be sealed, and how many bytes each had when it was submitted."""
         self._wanted = trio.Event()
         self._busy: list[ImageId] = []
+        self._submitted_at, self._burst_began = -math.inf, math.inf
         self.on_sealed: Callable[[Inode | None, ImageId, int], None] = lambda ino, image, manifest: None
-
         self.on_failed: Callable[[ImageId], None] = lambda image: None
         """Called with an image whose bytes the disk did not give: no cut may wait for it."""
 
     def submit(self, image: ImageId) -> None:
         """Seal *image* soon; asking twice is asking once."""
-        self._queue[image] = None
+        try:
+            self._queue[image] = self._store.images.status(image).st_size
+        except FileNotFoundError:
+            return  # deleted
+        self._submitted_at = trio.current_time()
         self._wanted.set()
+
+    def hurry(self) -> None:
+        """Somebody waits: do not wait for more small files before what is there is sealed."""
+        self._burst_began = -math.inf
 
     @property
     def idle(self) -> bool:
@@ -85,31 +99,39 @@ class Sealer:
             await self._wanted.wait()
             self._wanted = trio.Event()
             while self._queue:
-                started = trio.current_time()
                 self._busy = self._take()
+                if not self._busy:
+                    await trio.sleep(_BURST_GAP_S)
+                    continue
                 try:
                     await self._seal(self._busy)
-                except Exception:
-                    log.exception("%d images could not be sealed", len(self._busy))  # invariant 9: the mount lives on
+                except Exception:  # the disk is full, say; invariant 9: the mount lives on
+                    log.exception("%d images could not be sealed and are tried again", len(self._busy))
+                    for image in self._busy:
+                        self.submit(image)
+                    await trio.sleep(_RETRY_S)
                 finally:
                     self._busy = []
-                if self._queue and len(self._queue) < _BATCH_IMAGES:  # small files are coming in one after the other
-                    await trio.sleep(min(_PAUSE_S, 2 * (trio.current_time() - started)))
+            self._burst_began = math.inf
 
     def _take(self) -> list[ImageId]:
-        """The next images to seal: small ones share the flushes of the disk, a large one is on its own."""
-        taken: list[ImageId] = []
-        room = _BATCH_BYTES
-        for image in list(islice(self._queue, _BATCH_IMAGES)):
-            try:
-                room -= os.stat(self._store.images.path(image)).st_size
-            except FileNotFoundError:
-                pass  # deleted while it waited
-            if taken and room < 0:
-                break
-            taken.append(image)
+        """The next images to seal: a large one on its own; small ones share the flushes of the disk.
+
+        None when there are only small ones, and more are coming in.
+        """
+        taken = [image for image, size in self._queue.items() if size > _BATCH_BYTES][:1]
+        if not taken and (len(self._queue) == 1 or not self._is_burst()):
+            first = list(islice(self._queue.items(), _BATCH_IMAGES))
+            totals = accumulate(size for _, size in first)
+            taken = [image for (image, _), total in zip(first, totals, strict=True) if total <= _BATCH_BYTES]
+        for image in taken:
             del self._queue[image]
         return taken
+
+    def _is_burst(self) -> bool:
+        now = trio.current_time()
+        self._burst_began = min(self._burst_began, now)
+        return now - self._submitted_at < _BURST_GAP_S and now - self._burst_began < _BURST_S
 
     async def _seal(self, images: list[ImageId]) -> None:
         generations = {
@@ -117,7 +139,7 @@ class Sealer:
             for image in images
             if image not in self._store.sync.poisoned and self._is_due(image)
         }
-        paths = {image: os.fspath(self._store.images.path(image)) for image in generations}
+        paths = {image: self._store.images.file(image) for image in generations}
         contents, failed = await trio.to_thread.run_sync(hash_images, paths, self._store.settings.tuning)
         try:
             await self._store.sync.sync(*contents)  # also flushes the images' names
@@ -127,47 +149,69 @@ class Sealer:
             failed |= poisoned or contents.keys()  # none poisoned: it was the catalog that could not be flushed
         for image in failed:
             self.on_failed(image)
-        for image in contents.keys() - failed:
-            if self._writes.generation(image) == generations[image] and self._is_due(image):
-                await self._record(image, *contents[image])
-                await trio.lowlevel.checkpoint()  # requests come first
+        hashed = [image for image in contents if image not in failed]
+        for start in range(0, len(hashed), _RECORDED_TOGETHER):
+            seals = self._record(
+                {
+                    image: contents[image]
+                    for image in hashed[start : start + _RECORDED_TOGETHER]
+                    if self._writes.generation(image) == generations[image] and self._is_due(image)
+                }
+            )
+            await trio.lowlevel.checkpoint()  # requests come first
+            for image, manifest in seals.items():
+                await self._locate_rest(image, manifest, contents[image][0])
 
     def _is_due(self, image: ImageId) -> bool:
         return self._store.contents.needs_seal(image) and not self._writes.is_being_written(image)
 
-    async def _record(self, image: ImageId, content: Content, encoded: bytes) -> None:
-        """Commit the seal, and the locations of its chunks: those of a large image in steps, while it stays sealed.
+    def _record(self, hashed: Mapping[ImageId, tuple[Content, bytes]]) -> dict[ImageId, int]:
+        """Commit the seals of some images, with the first locations of their chunks. Returns their manifests."""
+        with self._store.catalog.transaction():
+            seals = {image: self._record_one(image, *each) for image, each in hashed.items()}
+        for image, (ino, manifest) in seals.items():
+            if ino is not None:
+                self._writes.sealed(image, manifest)
+            self.on_sealed(ino, image, manifest)
+        return {image: manifest for image, (_, manifest) in seals.items()}
+
+    def _record_one(self, image: ImageId, content: Content, encoded: bytes) -> tuple[Inode | None, int]:
+        # Times as they are now: nobody wrote since the hashing began, but utimens may have set them.
+        status = self._store.images.status(image)
+        contents, names = self._store.contents, self._store.names
+        manifest = contents.add_manifest(size=content.size, body=encoded)
+        contents.sealed(image, manifest)
+        ino = contents.inode_of_image(image)
+        if ino is not None:
+            names.update_inode(
+                ino,
+                manifest=manifest,
+                size=content.size,
+                mtime_ns=status.st_mtime_ns,
+                ctime_ns=max(names.inode(ino).ctime_ns, status.st_ctime_ns),
+            )
+        contents.add_locations(image, _located(content, 0))
+        return ino, manifest
+
+    async def _locate_rest(self, image: ImageId, manifest: int, content: Content) -> None:
+        """Commit the locations that `_record` left out, in steps, while the image stays sealed.
 
         A kill in between costs locations, which are only another place to find a chunk; the image itself is whole.
         """
-        # Times as they are now: nobody wrote since the hashing began, but utimens may have set them.
-        status = os.stat(self._store.images.path(image))
-        located = [
-            (chunk.id, offset, chunk.length) for chunk, offset in zip(content.chunks, content.offsets(), strict=True)
-        ]
-        contents, names = self._store.contents, self._store.names
-        with self._store.catalog.transaction():
-            manifest = contents.add_manifest(size=content.size, body=encoded)
-            contents.sealed(image, manifest)
-            ino = contents.inode_of_image(image)
-            if ino is not None:
-                row = names.inode(ino)
-                names.update_inode(
-                    ino,
-                    manifest=manifest,
-                    size=content.size,
-                    mtime_ns=status.st_mtime_ns,
-                    ctime_ns=max(row.ctime_ns, status.st_ctime_ns),
-                )
-            contents.add_locations(image, located[:_LOCATIONS_AT_ONCE])
-        if ino is not None:
-            self._writes.sealed(image, manifest)
-        self.on_sealed(ino, image, manifest)
-        for start in range(_LOCATIONS_AT_ONCE, len(located), _LOCATIONS_AT_ONCE):
-            await trio.lowlevel.checkpoint()
-            if not contents.is_sealed_as(image, manifest):  # it is being written, or gone: invariant 1
+        for start in range(_LOCATIONS_AT_ONCE, len(content.chunks), _LOCATIONS_AT_ONCE):
+            if not self._store.contents.is_sealed_as(image, manifest):  # it is being written, or gone: invariant 1
                 break
-            contents.add_locations(image, located[start : start + _LOCATIONS_AT_ONCE])
+            self._store.contents.add_locations(image, _located(content, start))
+            await trio.lowlevel.checkpoint()
+
+
+def _located(content: Content, start: int) -> list[tuple[ChunkId, int, int]]:
+    """(chunk, offset, length) of so many chunks from number *start* on as one transaction takes."""
+    some = slice(start, start + _LOCATIONS_AT_ONCE)
+    return [
+        (chunk.id, offset, chunk.length)
+        for chunk, offset in zip(content.chunks[some], content.offsets()[some], strict=True)
+    ]
 
 
 def hash_images(
@@ -176,6 +220,8 @@ def hash_images(
     """`hash_image` of each, also encoded, and those that the disk failed to give. Blocking; for a worker thread."""
     found: dict[ImageId, tuple[Content, bytes]] = {}
     failed: set[ImageId] = set()
+    if len(paths) > 1:
+        begin_writing_out(paths.values())
     for image, path in paths.items():
         try:
             content = hash_image(path, tuning)

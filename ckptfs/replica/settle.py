@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import stat
 import time
 from collections.abc import Callable
@@ -414,7 +413,7 @@ class Settler:
         if row.image is None or not self._store.contents.image_is_whole(row.image):
             return None
         try:
-            with open(self._store.images.path(row.image), "rb") as file:
+            with open(self._store.images.file(row.image), "rb") as file:
                 data = file.read(sets.INDEX_MOST + 1)
         except OSError:
             return None
@@ -423,7 +422,7 @@ class Settler:
     # Within: the cut
 
     def _image_status(self, ino: Inode, image: ImageId) -> ImageStatus:
-        status = os.stat(self._store.images.path(image))
+        status = self._store.images.status(image)
         return ImageStatus(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def _take(

@@ -340,5 +340,5 @@ def _open(image: ImageId, images: Images, descriptors: OrderedDict[ImageId, int]
     if image not in descriptors:
         if len(descriptors) >= _DESCRIPTORS:
             os.close(descriptors.popitem(last=False)[1])
-        descriptors[image] = os.open(images.path(image), os.O_RDONLY | os.O_CLOEXEC)
+        descriptors[image] = os.open(images.file(image), os.O_RDONLY | os.O_CLOEXEC)
     return descriptors[image]

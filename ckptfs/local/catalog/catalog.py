@@ -15,9 +15,9 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 
 from ckptfs.errors import StoreError
 from ckptfs.ids import WriterId
@@ -55,36 +55,23 @@ class Catalog:
             schema.migrate(self.db)
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{path} is not a usable catalog: {error}") from error
-        self._depth = 0
+        self._transaction = _Transaction(self.db, path)
         self._wal = os.open(f"{path}-wal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         _reserve(self._wal)
-        self.commits = 0
-        """Counts commits, so that the sync thread sees whether there is anything new."""
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing; a transaction inside another joins it."""
-        if self._depth:
-            self._depth += 1
-            try:
-                yield self.db
-            finally:
-                self._depth -= 1
-            return
-        try:
-            self.db.execute("BEGIN IMMEDIATE")
-            self._depth = 1
-            yield self.db
-            self.db.execute("COMMIT")
-            self.commits += 1
-        except BaseException as error:
-            if self.db.in_transaction:  # SQLite rolls back by itself after some errors, and COMMIT can fail
-                self.db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.OperationalError) and "is full" in str(error):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path)) from error
-            raise
-        finally:
-            self._depth = 0
+    def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        """All or nothing; a transaction inside another joins it. Raises OSError when the disk is full."""
+        return self._transaction
+
+    @property
+    def version(self) -> int:
+        """Another number whenever a row may have changed, inside transactions too: what was read before is outdated."""
+        return self.db.total_changes + self._transaction.rollbacks
+
+    @property
+    def commits(self) -> int:
+        """Counts commits, so that the sync thread sees whether there is anything new."""
+        return self._transaction.commits
 
     def sync_wal(self) -> None:
         """Make every commit so far survive a power cut. Safe to call from any thread."""
@@ -134,6 +121,54 @@ class Catalog:
         finally:
             self.db.close()
             os.close(self._wal)
+
+
+class _Transaction:
+    """What `with catalog.transaction()` enters and leaves: begin and commit at the outermost level.
+
+    A class of its own, not a generator: every request passes here several times.
+    """
+
+    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
+        self._db = db
+        self._path = path
+        self._depth = 0
+        self.commits = 0
+        self.rollbacks = 0
+
+    def __enter__(self) -> sqlite3.Connection:
+        if not self._depth:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError as error:
+                self._roll_back(error)
+                raise
+        self._depth += 1
+        return self._db
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        if error is None:
+            try:
+                self._db.execute("COMMIT")
+            except sqlite3.OperationalError as failure:
+                self._roll_back(failure)
+                raise
+            self.commits += 1
+        else:
+            self._roll_back(error)
+
+    def _roll_back(self, error: BaseException) -> None:
+        """Undo; raises OSError when *error* says that the disk is full."""
+        self.rollbacks += 1
+        if self._db.in_transaction:  # SQLite rolls back by itself after some errors, and COMMIT can fail
+            self._db.execute("ROLLBACK")
+        if isinstance(error, sqlite3.OperationalError) and "is full" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path)) from error
 
 
 def _reserve(fd: int) -> None:

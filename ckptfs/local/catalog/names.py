@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from stat import S_ISDIR
+from typing import NamedTuple
 
 from ckptfs.errors import NameMissing
 from ckptfs.ids import FileId, ImageId, Inode, Stamp, new_file_id
@@ -16,14 +17,16 @@ from ckptfs.local.catalog.catalog import Catalog
 CLEAN, MERGED, CHANGED = 0, 1, 2
 """Values of inode.dirty."""
 
+_READ_ROWS = 256
+"""Kept while nothing changes: one request asks for the same rows again and again."""
+
 _INODE = (
-    "ino, file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, target, image, manifest, changed,"
-    " dirty, expanded"
+    "inode.ino, file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, target, image, manifest,"
+    " changed, dirty, expanded, (SELECT whole FROM image WHERE id = inode.image)"
 )
 
 
-@dataclass(frozen=True)
-class InodeRow:
+class InodeRow(NamedTuple):
     """One row of `inode`; see schema.py for each column."""
 
     ino: Inode
@@ -43,6 +46,8 @@ class InodeRow:
     changed: Stamp
     dirty: int
     expanded: int
+    image_whole: int | None
+    """`whole` of the image."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +63,24 @@ class Names:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._db = catalog.db
+        self._read: dict[Inode, InodeRow] = {}
+        self._read_at = -1
 
     # Inodes
 
     def inode(self, ino: Inode) -> InodeRow:
         """Raises NameMissing when there is no such inode."""
+        if self._read_at != self._catalog.version or len(self._read) > _READ_ROWS:
+            self._read.clear()
+            self._read_at = self._catalog.version
+        found = self._read.get(ino)
+        if found is not None:
+            return found
         row = self._db.execute(f"SELECT {_INODE} FROM inode WHERE ino = ?", (ino,)).fetchone()
         if row is None:
             raise NameMissing(f"inode {ino} no longer exists")
-        return InodeRow(*row)
+        self._read[ino] = InodeRow._make(row)
+        return self._read[ino]
 
     def move_names(self, ino: Inode) -> Inode:
         """Every name of file *ino*, its identity and its state go to a new inode; *ino* is left nameless and empty."""
@@ -87,7 +101,7 @@ class Names:
 
     def inode_by_file_id(self, file_id: FileId) -> InodeRow | None:
         row = self._db.execute(f"SELECT {_INODE} FROM inode WHERE file_id = ?", (file_id,)).fetchone()
-        return InodeRow(*row) if row else None
+        return InodeRow._make(row) if row else None
 
     def add_inode(
         self,
@@ -169,16 +183,15 @@ class Names:
         return [Inode(row[0]) for row in self._db.execute("SELECT ino FROM inode WHERE nlink = 0")]
 
     def remove_inode(self, ino: Inode) -> None:
-        """Forget a nameless inode, its attributes, and (for a directory) its tombstones."""
+        """Forget a nameless inode, its attributes, and (for a directory) its tombstones. Raises NameMissing."""
+        row = self.inode(ino)
         with self._catalog.transaction() as db:
-            db.execute(
-                "INSERT OR IGNORE INTO removed_dir SELECT file_id FROM inode WHERE ino = ? AND mode & 61440 = 16384",
-                (ino,),
-            )
+            if S_ISDIR(row.mode):
+                db.execute("INSERT OR IGNORE INTO removed_dir VALUES (?)", (row.file_id,))
+                db.execute("DELETE FROM dirent WHERE parent = ?", (ino,))
+                db.execute("DELETE FROM source WHERE dir = ?", (ino,))
             db.execute("DELETE FROM inode WHERE ino = ?", (ino,))
             db.execute("DELETE FROM xattr WHERE ino = ?", (ino,))
-            db.execute("DELETE FROM dirent WHERE parent = ?", (ino,))
-            db.execute("DELETE FROM source WHERE dir = ?", (ino,))
 
     # Directory entries
 
@@ -201,7 +214,7 @@ class Names:
         ).fetchone()
         if row is None:
             raise NameMissing(f"no entry {name!r} in directory {parent}")
-        return InodeRow(*row)
+        return InodeRow._make(row)
 
     def entries(self, parent: Inode) -> list[tuple[bytes, Inode]]:
         """Live entries of a directory, ordered by name."""
@@ -211,6 +224,17 @@ class Names:
                 "SELECT name, ino FROM dirent WHERE parent = ? AND ino IS NOT NULL ORDER BY name", (parent,)
             )
         ]
+
+    def rows(self, parent: Inode, first: bytes, last: bytes) -> dict[bytes, InodeRow]:
+        """The inodes behind the live names from *first* to *last* of a directory."""
+        return {
+            name: InodeRow._make(row)
+            for name, *row in self._db.execute(
+                f"SELECT name, {_INODE} FROM dirent JOIN inode ON inode.ino = dirent.ino"
+                " WHERE parent = ? AND name BETWEEN ? AND ?",
+                (parent, first, last),
+            )
+        }
 
     def is_empty(self, parent: Inode) -> bool:
         row = self._db.execute(
