@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,22 @@ def cpu_seconds(pids: list[int]) -> float:
             continue
         ticks += int(after_name[11]) + int(after_name[12])  # utime, stime: fields 14 and 15 of proc(5)
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Clock:
+    """Seconds of a block, and the processor time of *pids* meanwhile."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self.seconds = self.cpu_s = 0.0
+
+    def __enter__(self) -> Clock:
+        self._started, self._cpu_before = time.perf_counter(), cpu_seconds(self._pids)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self.cpu_s = cpu_seconds(self._pids) - self._cpu_before
 
 
 def status_bytes(pid: int, field: str) -> int:

@@ -29,6 +29,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import contestants, machine, workloads  # noqa: E402  (this directory must leave sys.path first)
 from bench.contestants import PLAIN, Contestant  # noqa: E402
+from bench.crew import fsync  # noqa: E402
 from bench.figures import names, turns  # noqa: E402
 from bench.machine import GIB, MIB  # noqa: E402
 
@@ -123,14 +124,6 @@ def visit(workload: workloads.Workload, contestant: Contestant, run: int, argume
     gc.collect()  # torch's loaded state is cyclic; its memory is wanted for the next visit
     path.unlink()
     return Visit(workload.name, contestant.name, run, size_bytes, save_s, load_s, background_s, cpu_s)
-
-
-def fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def report(name: str, visits: list[Visit], arguments: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import ckptfs  # noqa: E402  (this directory must leave sys.path first)
 from bench import bucket, machine  # noqa: E402
 from bench.figures import console, names, spread, table, turns  # noqa: E402
-from bench.machine import GIB, MIB  # noqa: E402
+from bench.machine import GIB, MIB, Clock  # noqa: E402
 from ckptfs.client import ask  # noqa: E402
 from ckptfs.config import Settings, Tuning  # noqa: E402
 from tests.support.seaweed import Seaweed  # noqa: E402
@@ -62,6 +62,11 @@ class Results:
     """Of who sends."""
     server_cpu_s: list[float] = field(default_factory=list)
     """Of the server, and of the proxy where there is one."""
+
+    def add(self, sending: Clock, serving: Clock) -> None:
+        self.seconds.append(sending.seconds)
+        self.cpu_s.append(sending.cpu_s)
+        self.server_cpu_s.append(serving.cpu_s)
 
 
 def main() -> None:
@@ -105,12 +110,9 @@ class Sender:
 
     def raw(self, result: Results) -> None:
         target = self._server.create_bucket("raw")
-        server_before, cpu_before = self._server_cpu_s(), machine.cpu_seconds([os.getpid()])
-        started = time.perf_counter()
-        bucket.put(target, self._packs, Tuning().upload_threads)
-        result.seconds.append(time.perf_counter() - started)
-        result.cpu_s.append(machine.cpu_seconds([os.getpid()]) - cpu_before)
-        result.server_cpu_s.append(self._server_cpu_s() - server_before)
+        with Clock([os.getpid()]) as sending, Clock(self._server_pids) as serving:
+            bucket.put(target, self._packs, Tuning().upload_threads)
+        result.add(sending, serving)
         result.encoded_bytes.append(sum(map(len, self._packs.values())))
         self._server.delete_bucket(target)
 
@@ -144,17 +146,10 @@ class Sender:
         with ckptfs.mounted(self._work / "near", remote=f"s3://{target}/run", store=store) as directory:
             pid = ask(store, "hello")["pid"]
             save_file(tensors, directory / "model.safetensors")
-            started = time.perf_counter()
-            del tensors
-            server_before, cpu_before = self._server_cpu_s(), machine.cpu_seconds([pid])
-            arrive(directory / "model.safetensors")
-            result.seconds.append(time.perf_counter() - started)
-            result.cpu_s.append(machine.cpu_seconds([pid]) - cpu_before)
-            result.server_cpu_s.append(self._server_cpu_s() - server_before)
+            with Clock([pid]) as sending, Clock(self._server_pids) as serving:
+                arrive(directory / "model.safetensors")
         shutil.rmtree(store)
-
-    def _server_cpu_s(self) -> float:
-        return machine.cpu_seconds(self._server_pids)
+        result.add(sending, serving)
 
 
 def until_readable(path: Path, size_bytes: int) -> None:
