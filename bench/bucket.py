@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,37 +90,40 @@ def _play(pipe: Connection, endpoint: str, faults: Faults) -> None:
             pass  # the benchmark is gone
 
 
+def client(connections: int = _DOWNLOADS) -> Any:
+    """A client for raw transfers, as lean as boto3 can. Made before the clock starts: it reads megabytes of JSON."""
+    config = Config(max_pool_connections=connections, request_checksum_calculation="when_required")
+    return boto3.client("s3", config=config)
+
+
 def sizes(bucket: str, prefix: str) -> dict[str, int]:
     """Every object below *prefix*, with its bytes."""
-    pages = boto3.client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    pages = client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
     return {each["Key"]: each["Size"] for page in pages for each in page.get("Contents", ())}
 
 
-def download(bucket: str, prefix: str, target: Path) -> None:
-    """All objects below *prefix* into files, several at once, in parallel ranges."""
+def fetch(bucket: str, prefix: str) -> dict[str, bytes]:
+    """All objects below *prefix*, in memory."""
+    s3 = client()
+    return {key: s3.get_object(Bucket=bucket, Key=key)["Body"].read() for key in sizes(bucket, prefix)}
+
+
+def download(s3: Any, bucket: str, keys: Iterable[str], target: Path) -> None:
+    """Objects into files, several at once, in parallel ranges."""
     target.mkdir()
-    client = boto3.client("s3")
     config = TransferConfig(multipart_threshold=8 * MIB, multipart_chunksize=8 * MIB, max_concurrency=4)
     with ThreadPoolExecutor(_DOWNLOADS // 4) as pool:
         done = [
-            pool.submit(client.download_file, bucket, key, str(target / key.replace("/", "-")), Config=config)
-            for key in sizes(bucket, prefix)
+            pool.submit(s3.download_file, bucket, key, str(target / key.replace("/", "-")), Config=config)
+            for key in keys
         ]
         for each in done:
             each.result()
 
 
-def fetch(bucket: str, prefix: str) -> dict[str, bytes]:
-    """All objects below *prefix*, in memory."""
-    client = boto3.client("s3")
-    return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in sizes(bucket, prefix)}
-
-
-def put(bucket: str, objects: Mapping[str, bytes], connections: int) -> None:
-    """All of *objects*, each in one PUT, over so many connections at once; as lean as boto3 can."""
-    config = Config(max_pool_connections=connections, request_checksum_calculation="when_required")
-    client: Any = boto3.client("s3", config=config)
+def put(s3: Any, bucket: str, objects: Mapping[str, bytes], connections: int) -> None:
+    """All of *objects*, each in one PUT, over so many connections at once."""
     with ThreadPoolExecutor(connections) as pool:
-        done = [pool.submit(client.put_object, Bucket=bucket, Key=key, Body=body) for key, body in objects.items()]
+        done = [pool.submit(s3.put_object, Bucket=bucket, Key=key, Body=body) for key, body in objects.items()]
         for each in done:
             each.result()

@@ -45,6 +45,7 @@ class Crew:
             far.close()  # so that a process that died is noticed
             self._processes.append(process)
             self._pipes.append(near)
+        self.change()  # returns when all of them are ready
         return self
 
     def __exit__(self, *_: object) -> None:

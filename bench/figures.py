@@ -33,8 +33,12 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def table(title: str, *headings: str) -> Table:
-    """An empty table whose first column names the rows and whose other columns hold figures."""
-    found = Table(title=title, title_justify="left")
+    """An empty table whose first column names the rows and whose other columns hold figures.
+
+    The title is printed above it: as part of a narrow table it would be broken.
+    """
+    console.print(f"\n[italic]{title}[/]")
+    found = Table()
     for number, heading in enumerate(headings):
         found.add_column(heading, justify="right" if number else "left")
     return found

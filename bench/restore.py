@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast a checkpoint comes back on a machine that has only the bucket, whole and in parts.
 
-    python bench/restore.py [--gib 2] [--runs 5] [--latency-ms 30 --mbit 1000]
+    python bench/restore.py [--gib 2] [--tensors 96] [--runs 5] [--latency-ms 30 --mbit 1000]
 
 A torch file and a set of safetensors shards are saved through one mount into a real S3 server (SeaweedFS). Then, with
 cold caches and a fresh store each time, interleaved, all of it:
@@ -52,7 +52,6 @@ from bench.machine import GIB, MIB, Clock  # noqa: E402
 from ckptfs.client import ask  # noqa: E402
 from tests.support.seaweed import Seaweed  # noqa: E402
 
-_TENSORS = 96
 _SHARDS = 4
 _A_FEW = 8
 
@@ -76,7 +75,12 @@ class Saved:
     kind: str
     bucket: str
     size_bytes: int
-    encoded_bytes: int
+    packs: dict[str, int]
+    """Their keys, with their bytes."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        return sum(self.packs.values())
 
     @property
     def remote(self) -> str:
@@ -87,6 +91,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--gib", type=float, default=2, help="size of each checkpoint")
     options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--tensors", type=int, default=96, help="in each checkpoint, of the same size")
     options.add_argument("--processes", type=int, default=8, help="how many map the checkpoint at once")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
     bucket.add_link_options(options)
@@ -101,7 +106,7 @@ def main() -> None:
         os.environ.update(server.environment())
         name = server.create_bucket("bench")
         for kind, save in (("torch", save_torch), ("safetensors", save_safetensors)):
-            saved = upload(kind, save, int(arguments.gib * GIB), name, work)
+            saved = upload(kind, save, arguments, name, work)
             os.environ["AWS_ENDPOINT_URL"] = link.endpoint
             report_whole(saved, measure_whole(saved, work, arguments.runs), arguments)
             os.environ["AWS_ENDPOINT_URL"] = counted.endpoint
@@ -109,22 +114,24 @@ def main() -> None:
             os.environ["AWS_ENDPOINT_URL"] = server.endpoint
 
 
-def upload(kind: str, save: Callable[[Path, int], None], size: int, name: str, work: Path) -> Saved:
-    store = work / "near-store"
+def upload(
+    kind: str, save: Callable[[Path, int, int], None], arguments: argparse.Namespace, name: str, work: Path
+) -> Saved:
+    size, store = int(arguments.gib * GIB), work / "near-store"
     with ckptfs.mounted(work / "near", remote=f"s3://{name}/{kind}", store=store) as directory:
-        save(directory, size)
+        save(directory, size, arguments.tensors)
         ckptfs.wait(directory, "replicated")
     shutil.rmtree(store)
-    return Saved(kind, name, size, sum(bucket.sizes(name, f"{kind}/packs/").values()))
+    return Saved(kind, name, size, bucket.sizes(name, f"{kind}/packs/"))
 
 
-def save_torch(directory: Path, size: int) -> None:
-    torch.save(tensors(size, _TENSORS), directory / "model.pt")
+def save_torch(directory: Path, size: int, count: int) -> None:
+    torch.save(tensors(size, count), directory / "model.pt")
 
 
-def save_safetensors(directory: Path, size: int) -> None:
+def save_safetensors(directory: Path, size: int, count: int) -> None:
     for shard in range(_SHARDS):
-        save_file(tensors(size // _SHARDS, _TENSORS // _SHARDS), directory / f"model-{shard}.safetensors")
+        save_file(tensors(size // _SHARDS, count // _SHARDS), directory / f"model-{shard}.safetensors")
 
 
 def tensors(size: int, count: int) -> dict[str, torch.Tensor]:
@@ -149,8 +156,9 @@ def measure_whole(saved: Saved, work: Path, runs: int) -> dict[str, Results]:
         result = results[way]
         if way == "raw":
             machine.drop_caches()
+            s3 = bucket.client()
             with Clock([]) as clock:
-                bucket.download(saved.bucket, f"{saved.kind}/packs/", work / "raw")
+                bucket.download(s3, saved.bucket, saved.packs, work / "raw")
             shutil.rmtree(work / "raw")
         else:
             with fresh_mount(saved, work) as (directory, pid):
@@ -287,7 +295,7 @@ def report_parts(saved: Saved, results: dict[str, Results], arguments: argparse.
 
 
 def words(saved: Saved, arguments: argparse.Namespace) -> str:
-    size = f"{saved.size_bytes / GIB:.2f} GiB ({saved.encoded_bytes / saved.size_bytes:.0%} encoded)"
+    size = f"{saved.size_bytes / GIB:.2f} GiB in {arguments.tensors} tensors"
     return f"{saved.kind}: {size}, {arguments.runs} runs, cold, {bucket.words_for_link(arguments)}"
 
 

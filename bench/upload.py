@@ -109,9 +109,10 @@ class Sender:
         """Those of the latest upload."""
 
     def raw(self, result: Results) -> None:
-        target = self._server.create_bucket("raw")
+        target, connections = self._server.create_bucket("raw"), Tuning().upload_threads
+        s3 = bucket.client(connections)
         with Clock([os.getpid()]) as sending, Clock(self._server_pids) as serving:
-            bucket.put(target, self._packs, Tuning().upload_threads)
+            bucket.put(s3, target, self._packs, connections)
         result.add(sending, serving)
         result.encoded_bytes.append(sum(map(len, self._packs.values())))
         self._server.delete_bucket(target)
