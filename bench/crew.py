@@ -68,7 +68,7 @@ class Crew:
     def _together(self, operation: str, paths: list[Path]) -> float:
         for pipe, path in zip(self._pipes, paths, strict=True):
             pipe.send((operation, path))
-        answers = []
+        answers: list[tuple[float, float]] = []
         for pipe, path in zip(self._pipes, paths, strict=True):
             if not pipe.poll(_ANSWER_S):
                 raise TimeoutError(f"{operation} {path}: no answer after {_ANSWER_S:.0f} s")

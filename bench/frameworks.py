@@ -5,6 +5,7 @@ A library that is not installed is left out by `available`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,10 @@ def train_state(size_bytes: int) -> Arrays:
     """Parameters of a transformer of twelve layers and their two moments: 360 arrays, from a few KB to many MB."""
     width = max(8, round((size_bytes / 4 / 3 / _LAYERS / 12) ** 0.5))  # 12 w^2 numbers a layer
     square, wide, vector = (width, width), (width, 4 * width), (width,)
-    shapes = {f"attention.{name}": square for name in "qkvo"} | {"mlp.up": wide, "mlp.down": wide[::-1]}
+    shapes: dict[str, tuple[int, ...]] = {f"attention.{name}": square for name in "qkvo"} | {
+        "mlp.up": wide,
+        "mlp.down": wide[::-1],
+    }
     shapes |= {f"norm.{number}": vector for number in range(4)}
     random = np.random.default_rng()
     return {
@@ -41,7 +45,7 @@ def train_state(size_bytes: int) -> Arrays:
 SHAPES: dict[str, Callable[[int], Arrays]] = {"array": one_array, "state": train_state}
 
 
-class _Arrays:
+class _Arrays(ABC):
     """What all of them share: content that changes, and comparing it. Loading gives the arrays by name."""
 
     name = suffix = ""
@@ -52,6 +56,12 @@ class _Arrays:
     def change(self) -> None:
         for each in self._arrays.values():
             each *= np.float32(1.001)
+
+    @abstractmethod
+    def save(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def load(self, path: Path) -> Any: ...
 
     def matches(self, loaded: Any) -> bool:
         return loaded.keys() == self._arrays.keys() and all(

@@ -178,7 +178,7 @@ def _loop(pipe: Connection, width: int) -> None:
     batch = torch.randn(2, 64, width)
     while True:
         assert pipe.recv() == "train"
-        steps = []
+        steps: list[float] = []
         while not (steps and pipe.poll()):
             started = time.perf_counter()
             optimizer.zero_grad()
