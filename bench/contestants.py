@@ -20,7 +20,7 @@ from pathlib import Path
 import ckptfs
 from ckptfs.client import ask
 
-from .machine import process_tree
+from .machine import forget, process_tree
 
 _READY_S = 60.0
 _SETTLE_S = 900.0
@@ -37,6 +37,8 @@ class Contestant:
     """The processes that serve it; none for a plain directory."""
     settle: Callable[[], None]
     """Returns when the work in the background (hashing, uploading) is done."""
+    before_load: Callable[[Path], None] = lambda path: None
+    """Lets the next load of *path* come from where its bytes lie."""
 
 
 Mount = Callable[[Path], contextlib.AbstractContextManager[Contestant]]
@@ -47,7 +49,7 @@ def available() -> dict[str, Mount]:
     """What can be mounted on this machine, in the order in which the tables show it."""
     found: dict[str, Mount] = {PLAIN: plain, LOCAL: ckptfs_local, SERVED: ckptfs_served, REMOTE: ckptfs_remote}
     if find_tool("juicefs"):
-        found["juicefs"] = juicefs
+        found |= {"juicefs": juicefs, NETWORK: network, BESIDE: ckptfs_beside_network}
     if find_tool("rclone"):
         found["rclone"] = rclone
     if find_tool("s3fs") and find_tool("weed"):
@@ -56,13 +58,17 @@ def available() -> dict[str, Mount]:
 
 
 PLAIN, LOCAL, SERVED, REMOTE = "plain", "ckptfs", "ckptfs-off", "ckptfs+remote"
-OPTIONAL = ("s3fs",)
-"""Only on demand: s3fs uploads inside close(), which takes its runs to another scale."""
+NETWORK, BESIDE = "network", "ckptfs+network"
+OPTIONAL = ("s3fs", NETWORK, BESIDE)
+"""Only on demand: s3fs uploads inside close(), which takes its runs to another scale, as does a thin network."""
+
+NETWORK_UP_MBIT, NETWORK_DOWN_MBIT = 770, 5000
+"""What a training framework reported of the network directory that its checkpoints went to."""
 
 
 def is_peer(name: str) -> bool:
     """Whether *name* is somebody else's file system."""
-    return name not in (PLAIN, LOCAL, SERVED, REMOTE)
+    return name not in (PLAIN, LOCAL, SERVED, REMOTE, NETWORK, BESIDE)
 
 
 @contextlib.contextmanager
@@ -109,22 +115,49 @@ def _ckptfs(name: str, work: Path, remote: str | None, settled: str, *options: s
 @contextlib.contextmanager
 def juicefs(work: Path) -> Iterator[Contestant]:
     """JuiceFS with SQLite metadata, a local bucket and `--writeback`, its fastest way to save."""
-    tool = _tool("juicefs")
-    mountpoint, cache, metadata = work / "mount", work / "cache", f"sqlite3://{work / 'metadata.db'}"
-    mountpoint.mkdir()
-    bucket = ("--storage", "file", "--bucket", f"{work / 'bucket'}/", "--trash-days", "0")
-    subprocess.run([tool, "format", *bucket, metadata, "bench"], check=True, capture_output=True)
-    command = [
-        *(tool, "mount", "--writeback", "--cache-dir", str(cache), "--free-space-ratio", "0.01"),
-        *("--no-usage-report", "--backup-meta", "0", "--no-syslog", "--metrics", "127.0.0.1:0"),
-        *(metadata, str(mountpoint)),
-    ]
+    cache = work / "cache"
 
     def settle() -> None:
         _wait(lambda: not any(path.is_file() for path in cache.rglob("rawstaging/**/*")), _SETTLE_S, "JuiceFS uploads")
 
-    with _serving("juicefs", command, work, mountpoint) as pid:
+    with _juicefs("juicefs", work, "--writeback", "--cache-dir", str(cache)) as (mountpoint, pid):
         yield Contestant("juicefs", mountpoint, lambda: process_tree(pid), settle)
+
+
+@contextlib.contextmanager
+def network(work: Path) -> Iterator[Contestant]:
+    """A directory across a thin network: JuiceFS without writeback and without a cache on disk, its rates limited.
+
+    A close returns when everything is at the other end; a load comes from there, once the kernel forgot its pages.
+    """
+    rates = ("--upload-limit", str(NETWORK_UP_MBIT), "--download-limit", str(NETWORK_DOWN_MBIT))
+    with _juicefs(NETWORK, work, "--cache-size", "0", *rates) as (mountpoint, pid):
+        yield Contestant(NETWORK, mountpoint, lambda: process_tree(pid), lambda: None, forget)
+
+
+@contextlib.contextmanager
+def ckptfs_beside_network(work: Path) -> Iterator[Contestant]:
+    """ckptfs whose remote is such a directory: `ckptfs mount DIR --store STORE --remote file://NETWORK`."""
+    (work / "network").mkdir()
+    with network(work / "network") as far, _ckptfs(BESIDE, work, f"file://{far.directory}", "replicated") as contestant:
+        yield contestant
+
+
+@contextlib.contextmanager
+def _juicefs(name: str, work: Path, *options: str) -> Iterator[tuple[Path, int]]:
+    """Mountpoint and pid."""
+    tool = _tool("juicefs")
+    mountpoint, metadata = work / "mount", f"sqlite3://{work / 'metadata.db'}"
+    mountpoint.mkdir()
+    bucket = ("--storage", "file", "--bucket", f"{work / 'bucket'}/", "--trash-days", "0")
+    subprocess.run([tool, "format", *bucket, metadata, "bench"], check=True, capture_output=True)
+    command = [
+        *(tool, "mount", "--free-space-ratio", "0.01", *options),
+        *("--no-usage-report", "--backup-meta", "0", "--no-syslog", "--metrics", "127.0.0.1:0"),
+        *(metadata, str(mountpoint)),
+    ]
+    with _serving(name, command, work, mountpoint) as pid:
+        yield mountpoint, pid
 
 
 @contextlib.contextmanager

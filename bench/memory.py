@@ -55,15 +55,15 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        Path(f"/proc/{self._pid}/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+        machine.reset_peak(self._pid)
         started, cpu_before = time.monotonic(), machine.cpu_seconds([self._pid])
         yield
         self._phases.append(
             Phase(
                 name,
                 time.monotonic() - started,
-                status_bytes(self._pid, "VmHWM"),
-                status_bytes(self._pid, "VmRSS"),
+                machine.status_bytes(self._pid, "VmHWM"),
+                machine.status_bytes(self._pid, "VmRSS"),
                 machine.cpu_seconds([self._pid]) - cpu_before,
             )
         )
@@ -138,13 +138,6 @@ def blocks(unique: np.ndarray, size_bytes: int) -> Iterator[memoryview]:
 def reach(directory: Path, target: str) -> None:
     if not ckptfs.wait(directory, target, timeout=_LONGEST_S):
         raise TimeoutError(f"not {target} after {_LONGEST_S:.0f} s")
-
-
-def status_bytes(pid: int, field: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
 
 
 def report(phases: list[Phase], gib: float) -> None:

@@ -27,7 +27,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import contestants, machine  # noqa: E402  (this directory must leave sys.path first)
 from bench.contestants import PLAIN, Contestant  # noqa: E402
-from bench.save_load import names  # noqa: E402
+from bench.figures import names, turns  # noqa: E402
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
@@ -53,10 +53,8 @@ def main() -> None:
         for name in arguments.only:
             (work / name).mkdir()
             mounted.append(stack.enter_context(possible[name](work / name)))
-        for run in range(arguments.runs):
-            first = run % len(mounted)
-            for contestant in mounted[first:] + mounted[:first]:
-                visit(contestant, arguments.files, timings)
+        for _, contestant in turns(mounted, arguments.runs):
+            visit(contestant, arguments.files, timings)
     report(timings, arguments)
 
 

@@ -1,57 +1,59 @@
 #!/usr/bin/env python3
-"""How fast a checkpoint comes back on a machine that has only the bucket.
+"""How fast a checkpoint comes back on a machine that has only the bucket, whole and in parts.
 
-    python bench/restore.py [--gib 2] [--runs 5] [--latency-ms 30 --mbit 1000]
+    python bench/restore.py [--gib 2] [--tensors 96] [--runs 5] [--latency-ms 30 --mbit 1000]
 
 A torch file and a set of safetensors shards are saved through one mount into a real S3 server (SeaweedFS). Then, with
-cold caches and a fresh store each time, interleaved:
+cold caches and a fresh store each time, interleaved, all of it:
 
-    raw       a parallel boto3 download of the very packs that hold them, 12 ranges at once, into files
-    read      plain sequential reads of 1 MiB through a second mount
-    load      torch.load, or safetensors' load_file of each shard
-    prefetch  `ckptfs prefetch`
+    raw         a parallel boto3 download of the very packs that hold them, 12 ranges at once, into files
+    read        plain sequential reads of 1 MiB through a second mount
+    load        torch.load, or safetensors' load_file of each shard
+    prefetch    `ckptfs prefetch`
+
+and as mapped tensors (torch.load(mmap=True), safe_open):
+
+    one tensor  the first that a reader asks for, from the middle of a file
+    a few       every eighth tensor
+    processes   all tensors, by --processes at once, as the ranks of one machine do
 
 The rate is that of the files' bytes; `x raw` compares the time with the download of the encoded bytes, which are fewer.
-With --latency-ms or --mbit everything passes a proxy that makes the link that long and that thin.
+`x needed` compares the bytes that were fetched, counted by a proxy on the way, with the encoded bytes of the tensors
+that were touched, however many processes touched them. With --latency-ms or --mbit everything passes a proxy that makes
+the link that long and that thin; a first byte is then also told in round trips.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import multiprocessing
 import os
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import boto3
 import torch
-from boto3.s3.transfer import TransferConfig
-from rich.console import Console
-from rich.table import Table
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import ckptfs  # noqa: E402  (this directory must leave sys.path first)
-from bench import machine  # noqa: E402
-from bench.machine import GIB, MIB  # noqa: E402
+from bench import bucket, machine  # noqa: E402
+from bench.crew import Crew  # noqa: E402
+from bench.figures import console, spread, table, turns  # noqa: E402
+from bench.machine import GIB, MIB, Clock  # noqa: E402
 from ckptfs.client import ask  # noqa: E402
-from tests.support.proxy import FaultProxy, Faults  # noqa: E402
 from tests.support.seaweed import Seaweed  # noqa: E402
 
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-
-_TENSORS = 96
 _SHARDS = 4
-_CONNECTIONS = 12
+_A_FEW = 8
 
 
 @dataclass
@@ -61,69 +63,109 @@ class Results:
     seconds: list[float] = field(default_factory=list)
     first_byte_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    touched_bytes: int = 0
+    """Of tensors, not counted again for a second process."""
+    fetched_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in the bucket."""
+
+    kind: str
+    bucket: str
+    size_bytes: int
+    packs: dict[str, int]
+    """Their keys, with their bytes."""
+
+    @property
+    def encoded_bytes(self) -> int:
+        return sum(self.packs.values())
+
+    @property
+    def remote(self) -> str:
+        return f"s3://{self.bucket}/{self.kind}"
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--gib", type=float, default=2, help="size of each checkpoint")
     options.add_argument("--runs", type=int, default=5)
-    options.add_argument("--latency-ms", type=float, default=0, help="added to each request")
-    options.add_argument("--mbit", type=float, help="bandwidth of the link, in megabits a second")
+    options.add_argument("--tensors", type=int, default=96, help="in each checkpoint, of the same size")
+    options.add_argument("--processes", type=int, default=8, help="how many map the checkpoint at once")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
+    bucket.add_link_options(options)
     arguments = options.parse_args()
-    with machine.workspace(arguments.dir) as work, Seaweed() as server, link(server.endpoint, arguments) as endpoint:
+    with (
+        machine.workspace(arguments.dir) as work,
+        Seaweed() as server,
+        bucket.link(server.endpoint, arguments) as link,
+        bucket.link(server.endpoint, arguments, counting=True) as counted,
+        Crew(arguments.processes, Mapped, 0) as crew,
+    ):
         os.environ.update(server.environment())
-        bucket = server.create_bucket("bench")
-        size = int(arguments.gib * GIB)
+        name = server.create_bucket("bench")
         for kind, save in (("torch", save_torch), ("safetensors", save_safetensors)):
-            remote = f"s3://{bucket}/{kind}"
-            with ckptfs.mounted(work / "near", remote=remote, store=work / f"{kind}-near-store") as directory:
-                save(directory, size)
-                ckptfs.wait(directory, "replicated")
-            shutil.rmtree(work / f"{kind}-near-store")
-            os.environ.update(server.environment(endpoint))
-            report(kind, size, measure(kind, work, bucket, remote, arguments.runs), arguments)
-            os.environ.update(server.environment())
+            saved = upload(kind, save, arguments, name, work)
+            os.environ["AWS_ENDPOINT_URL"] = link.endpoint
+            report_whole(saved, measure_whole(saved, work, arguments.runs), arguments)
+            os.environ["AWS_ENDPOINT_URL"] = counted.endpoint
+            report_parts(saved, measure_parts(saved, work, counted, crew, arguments), arguments)
+            os.environ["AWS_ENDPOINT_URL"] = server.endpoint
 
 
-def save_torch(directory: Path, size: int) -> None:
-    torch.save(tensors(size, _TENSORS), directory / "model.pt")
+def upload(
+    kind: str, save: Callable[[Path, int, int], None], arguments: argparse.Namespace, name: str, work: Path
+) -> Saved:
+    size, store = int(arguments.gib * GIB), work / "near-store"
+    with ckptfs.mounted(work / "near", remote=f"s3://{name}/{kind}", store=store) as directory:
+        save(directory, size, arguments.tensors)
+        ckptfs.wait(directory, "replicated")
+    shutil.rmtree(store)
+    return Saved(kind, name, size, bucket.sizes(name, f"{kind}/packs/"))
 
 
-def save_safetensors(directory: Path, size: int) -> None:
+def save_torch(directory: Path, size: int, count: int) -> None:
+    torch.save(tensors(size, count), directory / "model.pt")
+
+
+def save_safetensors(directory: Path, size: int, count: int) -> None:
     for shard in range(_SHARDS):
-        save_file(tensors(size // _SHARDS, _TENSORS // _SHARDS), directory / f"model-{shard}.safetensors")
+        save_file(tensors(size // _SHARDS, count // _SHARDS), directory / f"model-{shard}.safetensors")
 
 
 def tensors(size: int, count: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}": torch.randn(size // count // 4) for number in range(count)}
 
 
-def measure(kind: str, work: Path, bucket: str, remote: str, runs: int) -> dict[str, Results]:
-    """Each way in turn, beginning with another one each time."""
+@contextmanager
+def fresh_mount(saved: Saved, work: Path) -> Iterator[tuple[Path, int]]:
+    """A mount with an empty store and cold caches, and its daemon's pid."""
+    machine.drop_caches()
+    store = work / "far-store"
+    with ckptfs.mounted(work / "far", remote=saved.remote, store=store) as directory:
+        yield directory, ask(store, "hello")["pid"]
+        gc.collect()  # what is mapped would keep the mount busy
+    shutil.rmtree(store)
+
+
+def measure_whole(saved: Saved, work: Path, runs: int) -> dict[str, Results]:
     ways: dict[str, Callable[[Path, Results], None]] = {"read": read, "load": load, "prefetch": prefetch}
-    results: dict[str, Results] = {}
-    for run in range(runs):
-        names = ["raw", *ways]
-        for name in names[run % len(names) :] + names[: run % len(names)]:
-            result = results.setdefault(name, Results())
+    results = {way: Results() for way in ("raw", *ways)}
+    for _, way in turns(list(results), runs):
+        result = results[way]
+        if way == "raw":
             machine.drop_caches()
-            if name == "raw":
-                started = time.perf_counter()
-                download(bucket, f"{kind}/packs/", work / "raw")
-                result.seconds.append(time.perf_counter() - started)
-                shutil.rmtree(work / "raw")
-                continue
-            store = work / "far-store"
-            with ckptfs.mounted(work / "far", remote=remote, store=store) as directory:
-                pid = ask(store, "hello")["pid"]
-                before = machine.cpu_seconds([pid])
-                started = time.perf_counter()
-                ways[name](directory, result)
-                result.seconds.append(time.perf_counter() - started)
-                result.cpu_s.append(machine.cpu_seconds([pid]) - before)
-            gc.collect()
-            shutil.rmtree(store)
+            s3 = bucket.client()
+            with Clock([]) as clock:
+                bucket.download(s3, saved.bucket, saved.packs, work / "raw")
+            shutil.rmtree(work / "raw")
+        else:
+            with fresh_mount(saved, work) as (directory, pid):
+                with Clock([pid]) as clock:
+                    ways[way](directory, result)
+                result.cpu_s.append(clock.cpu_s)
+        result.seconds.append(clock.seconds)
     return results
 
 
@@ -144,73 +186,117 @@ def load(directory: Path, result: Results) -> None:
     for path in sorted(directory.iterdir()):
         loaded = torch.load(path) if path.suffix == ".pt" else load_file(path)
         for tensor in loaded.values():
-            tensor.view(torch.int32).sum()
+            touch(tensor)
 
 
 def prefetch(directory: Path, result: Results) -> None:
     ckptfs.prefetch(directory)
 
 
-def download(bucket: str, prefix: str, target: Path) -> None:
-    """All objects below *prefix*, several at once, in parallel ranges."""
-    target.mkdir()
-    client = boto3.client("s3")
-    listing = client.list_objects_v2(Bucket=bucket, Prefix=prefix)
-    keys = [each["Key"] for each in listing["Contents"]]
-    assert not listing["IsTruncated"]
-    config = TransferConfig(multipart_threshold=8 * MIB, multipart_chunksize=8 * MIB, max_concurrency=4)
-    with ThreadPoolExecutor(_CONNECTIONS // 4) as pool:
-        done = [
-            pool.submit(client.download_file, bucket, key, str(target / key.replace("/", "-")), Config=config)
-            for key in keys
-        ]
-        for each in done:
-            each.result()
+def measure_parts(
+    saved: Saved, work: Path, counted: bucket.Link, crew: Crew, arguments: argparse.Namespace
+) -> dict[str, Results]:
+    def by_processes(directory: Path) -> int:
+        crew.load([directory] * arguments.processes)
+        return saved.size_bytes
+
+    ways: dict[str, Callable[[Path], int]] = {
+        "one tensor": lambda directory: touch_mapped(sorted(directory.iterdir())[:1], middle_only=True),
+        "a few": lambda directory: touch_mapped(sorted(directory.iterdir()), step=_A_FEW),
+        f"{arguments.processes} processes": by_processes,
+    }
+    results = {way: Results() for way in ways}
+    for _, way in turns(list(ways), arguments.runs):
+        result = results[way]
+        with fresh_mount(saved, work) as (directory, pid):
+            counted.take_bytes_down()
+            with Clock([pid]) as clock:
+                result.touched_bytes = ways[way](directory)
+            result.fetched_bytes.append(counted.take_bytes_down())
+            result.seconds.append(clock.seconds)
+            result.cpu_s.append(clock.cpu_s)
+    return results
 
 
-@contextmanager
-def link(endpoint: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """The endpoint behind a link as asked for; in a process of its own, whose work is not the contestants'."""
-    if not arguments.latency_ms and not arguments.mbit:
-        yield endpoint
-        return
-    near, far = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_proxy, args=(far, endpoint, arguments.latency_ms / 1e3, arguments.mbit), daemon=True
-    )
-    process.start()
-    try:
-        yield near.recv()
-    finally:
-        process.terminate()
-        process.join(10)
+def touch_mapped(paths: list[Path], *, step: int = 1, middle_only: bool = False) -> int:
+    """Map each of *paths* and read every *step*-th tensor, or only the one in the middle; the bytes of these."""
+    touched = 0
+    for path in paths:
+        if path.suffix == ".pt":
+            loaded = torch.load(path, mmap=True)
+            names, get = list(loaded), loaded.__getitem__
+        else:
+            file: Any = safe_open(path, "pt")
+            names, get = list(file.keys()), file.get_tensor
+        for name in [names[len(names) // 2]] if middle_only else names[::step]:
+            touched += touch(get(name))
+    return touched
 
 
-def _proxy(pipe, endpoint: str, latency_s: float, mbit: float | None) -> None:  # type: ignore[no-untyped-def]
-    rate = mbit * 1e6 / 8 if mbit else None
-    with FaultProxy(endpoint) as proxy:
-        proxy.faults = Faults(latency_s=latency_s, up_bytes_per_s=rate, down_bytes_per_s=rate)
-        pipe.send(proxy.endpoint)
-        time.sleep(1e6)
+def touch(tensor: torch.Tensor) -> int:
+    """Read all of it; its bytes."""
+    tensor.view(torch.int32).sum()
+    return tensor.nbytes
 
 
-def report(kind: str, size: int, results: dict[str, Results], arguments: argparse.Namespace) -> None:
-    shaped = f", {arguments.latency_ms:.0f} ms, {arguments.mbit or 'any'} Mb/s" if arguments.latency_ms else ""
-    table = Table(title=f"{kind}: {size / GIB:.2f} GiB, {arguments.runs} runs, cold{shaped}", title_justify="left")
-    for heading in ("", "seconds", "GB/s", "x raw", "first byte s", "CPU s/GB"):
-        table.add_column(heading, justify="right" if heading else "left")
+class Mapped:
+    """What each process of a crew does: `load` maps everything in a directory and reads it."""
+
+    name = suffix = ""
+
+    def __init__(self, size_bytes: int) -> None: ...
+
+    def change(self) -> None: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> int:
+        return touch_mapped(sorted(path.iterdir()))
+
+    def matches(self, loaded: int) -> bool:
+        return loaded > 0
+
+
+def report_whole(saved: Saved, results: dict[str, Results], arguments: argparse.Namespace) -> None:
+    title = f"{words(saved, arguments)}, all of it"
+    trips = ["round trips"] if arguments.latency_ms else []
+    found = table(title, "", "seconds", "GB/s", "x raw", "first byte s", *trips, "CPU s/GB")
     raw = statistics.median(results["raw"].seconds)
     for name, each in results.items():
         middle = statistics.median(each.seconds)
-        table.add_row(
+        first = statistics.median(each.first_byte_s) if each.first_byte_s else None
+        found.add_row(
             name,
-            f"{middle:.2f} [{min(each.seconds):.2f}-{max(each.seconds):.2f}]",
-            f"{size / 1e9 / middle:.2f}",
+            spread(each.seconds),
+            f"{saved.size_bytes / 1e9 / middle:.2f}",
             f"{raw / middle:.2f}",
-            f"{statistics.median(each.first_byte_s):.2f}" if each.first_byte_s else "",
-            f"{statistics.median(each.cpu_s) / (size / 1e9):.2f}" if each.cpu_s else "",
+            f"{first:.3f}" if first else "",
+            *(f"{first * 1e3 / arguments.latency_ms:.1f}" if first else "" for _ in trips),
+            f"{statistics.median(each.cpu_s) / (saved.size_bytes / 1e9):.2f}" if each.cpu_s else "",
         )
-    console.print(table)
+    console.print(found)
+
+
+def report_parts(saved: Saved, results: dict[str, Results], arguments: argparse.Namespace) -> None:
+    title = f"{words(saved, arguments)}, mapped, past a proxy that counts"
+    found = table(title, "", "seconds", "touched MiB", "fetched MiB", "x needed", "CPU s/GB")
+    for name, each in results.items():
+        fetched = statistics.median(each.fetched_bytes)
+        needed = each.touched_bytes * saved.encoded_bytes / saved.size_bytes
+        found.add_row(
+            name,
+            spread(each.seconds, 3),
+            f"{each.touched_bytes / MIB:.1f}",
+            f"{fetched / MIB:.1f}",
+            f"{fetched / needed:.2f}",
+            f"{statistics.median(each.cpu_s) / (each.touched_bytes / 1e9):.2f}",
+        )
+    console.print(found)
+
+
+def words(saved: Saved, arguments: argparse.Namespace) -> str:
+    size = f"{saved.size_bytes / GIB:.2f} GiB in {arguments.tensors} tensors"
+    return f"{saved.kind}: {size}, {arguments.runs} runs, cold, {bucket.words_for_link(arguments)}"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import contestants, machine, workloads  # noqa: E402  (this directory must leave sys.path first)
 from bench.contestants import PLAIN, Contestant  # noqa: E402
+from bench.crew import fsync  # noqa: E402
+from bench.figures import names, turns  # noqa: E402
 from bench.machine import GIB, MIB  # noqa: E402
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
@@ -86,17 +88,6 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def names(possible: dict[str, object]):  # type: ignore[no-untyped-def]
-    def convert(text: str) -> list[str]:
-        chosen = text.split(",")
-        for each in chosen:
-            if each not in possible:
-                raise argparse.ArgumentTypeError(f"{each!r} is not among {', '.join(possible)}")
-        return chosen
-
-    return convert
-
-
 def measure(name: str, mounted: list[Contestant], arguments: argparse.Namespace) -> list[Visit]:
     """All visits of one workload; the first visit to each contestant is a warm-up of a sixteenth of the size."""
     # The object, what is loaded, and the pages of two caches have to fit.
@@ -105,12 +96,7 @@ def measure(name: str, mounted: list[Contestant], arguments: argparse.Namespace)
     for contestant in mounted:
         visit(warm_up, contestant, 0, arguments)
     workload = workloads.available()[name](size_bytes)
-    visits = []
-    for run in range(arguments.runs):
-        first = run % len(mounted)
-        for contestant in mounted[first:] + mounted[:first]:
-            visits.append(visit(workload, contestant, run, arguments))
-    return visits
+    return [visit(workload, contestant, run, arguments) for run, contestant in turns(mounted, arguments.runs)]
 
 
 def visit(workload: workloads.Workload, contestant: Contestant, run: int, arguments: argparse.Namespace) -> Visit:
@@ -138,14 +124,6 @@ def visit(workload: workloads.Workload, contestant: Contestant, run: int, argume
     gc.collect()  # torch's loaded state is cyclic; its memory is wanted for the next visit
     path.unlink()
     return Visit(workload.name, contestant.name, run, size_bytes, save_s, load_s, background_s, cpu_s)
-
-
-def fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def report(name: str, visits: list[Visit], arguments: argparse.Namespace) -> None:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+_BLOCK_BYTES = 64 << 20
+
 
 class Workload(Protocol):
     """One object in memory and the library that saves it."""
@@ -60,7 +62,7 @@ class TorchCheckpoint:
 
         self._torch = torch
         torch.manual_seed(1)
-        width = 1024
+        width = 1024 if size_bytes >= 1 << 29 else 256  # a layer of 1024 is 150 MB
         layers = max(1, round(size_bytes / (12 * width * width * 4 * 3)))  # 12 w^2 weights a layer, two moments each
         with torch.device("meta"):
             layer = torch.nn.TransformerEncoderLayer(width, 16, 4 * width)
@@ -127,6 +129,23 @@ class SafetensorsFile:
         return loaded.keys() == self._weights.keys() and all(
             np.array_equal(loaded[name], value) for name, value in self._weights.items()
         )
+
+
+def save_streamed(path: Path, size_bytes: int, seed: int) -> None:
+    """A .npy file of float32 weights, also of more than fits in memory; every *seed* has content of its own.
+
+    At the speed of memory: a block of random weights is scaled a little for each further block, which changes every
+    number and compresses as weights do.
+    """
+    length = min(_BLOCK_BYTES, size_bytes) // 4
+    block = np.random.default_rng(seed).standard_normal(length, np.float32) * np.float32(0.02)
+    with open(path, "wb", buffering=0) as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (size_bytes // 4,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        left = size_bytes // 4 * 4
+        while left:
+            left -= file.write(memoryview(block).cast("B")[:left])
+            block *= np.float32(1.001)
 
 
 def available() -> dict[str, type[NumpyArray] | type[TorchCheckpoint] | type[SafetensorsFile]]:
