@@ -78,6 +78,7 @@ class Engine:
         if replica:
             self.filesystem.files.on_idle = replica.image_idle
             self.sealer.on_failed = replica.seal_failed
+            replica.publisher.on_published = self._wake
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Background services until cancelled; then whatever was written is flushed."""

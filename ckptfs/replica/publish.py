@@ -108,6 +108,8 @@ class Publisher:
         self.cut_now = cut_now
         self.reseal = reseal
         self.released = released
+        self.on_published: Callable[[], None] = lambda: None
+        """Called when a head was acknowledged."""
         self.on_abandoned: Callable[[], None] = lambda: None
         """Called when a cut was given up, so that what it had is to be cut again."""
         self.counters = UploadCounters()
@@ -508,6 +510,7 @@ class Publisher:
             self._finished_cut = max(self._finished_cut, cut.id)
         self._finished.set()
         self._finished = trio.Event()
+        self.on_published()
 
 
 def _decode(row: HeadRow) -> Head:
