@@ -6,10 +6,16 @@ cross every boundary, and what few users should touch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 KIB = 1 << 10
 MIB = 1 << 20
+
+
+def usable_cores() -> int:
+    """Processors that this process may use; no more than eight are worth a thread each."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Tuning:
     """Packs on their way at once ..."""
     upload_bytes: int = 96 * MIB
     """... and the bytes in them, at most: a third of what the daemon may take."""
-    encode_threads: int = 2
+    encode_threads: int = field(default_factory=lambda: max(2, usable_cores()))
     fetch_threads: int = 8
     """Range requests at once while reading from the remote."""
     fetch_bytes: int = 8 * MIB

@@ -13,6 +13,7 @@ from typing import Any
 
 import trio
 
+from ckptfs.background.caller import Worker
 from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
@@ -54,12 +55,14 @@ class Engine:
         self._store = store
         self._totals = Totals(store.catalog)
         self._changed = trio.Event()
+        self._background = Worker()
         replica = self.replica = (
             Replica(
                 store,
                 remote,
                 files=lambda: self.filesystem,
                 reseal=lambda image: self.sealer.submit(image),
+                background=self._background,
                 read_only=read_only,
             )
             if remote is not None
@@ -72,7 +75,7 @@ class Engine:
             tree=replica,
             read_only=read_only,
         )
-        self.sealer = Sealer(store, self.filesystem.files)
+        self.sealer = Sealer(store, self.filesystem.files, self._background)
         self.sealer.on_sealed = self._sealed
         self.filesystem.files.on_closed = self.sealer.submit
         if replica:
@@ -85,6 +88,7 @@ class Engine:
         try:
             self.filesystem.files.presume_held()
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._background.run)
                 nursery.start_soon(self.filesystem.files.held.run)
                 nursery.start_soon(self._store.sync.run, self._store.settings.tuning.sync_every_s)
                 nursery.start_soon(self._checkpoints)

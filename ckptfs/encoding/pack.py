@@ -91,6 +91,7 @@ class PackBuilder:
 
     def __init__(self) -> None:
         self._data = bytearray()
+        self._drained = 0
         self._chunks: dict[ChunkId, PackedChunk] = {}
 
     def add(
@@ -103,7 +104,7 @@ class PackBuilder:
         """
         if chunk in self._chunks:
             raise ValueError(f"chunk {chunk.hex()} is in this pack already")
-        packed = PackedChunk(chunk, len(self._data), len(data), raw_length, codec, base)
+        packed = PackedChunk(chunk, self.size, len(data), raw_length, codec, base)
         read_packed(write_packed([packed]))
         self._data += data
         self._chunks[chunk] = packed
@@ -111,7 +112,18 @@ class PackBuilder:
     @property
     def size(self) -> int:
         """Encoded bytes so far, without the index."""
+        return self._drained + len(self._data)
+
+    @property
+    def undrained(self) -> int:
+        """Bytes that `drain` would return."""
         return len(self._data)
+
+    def drain(self) -> bytearray:
+        """The object's bytes so far, as far as they were not drained before: for who writes them as they come."""
+        data, self._data = self._data, bytearray()
+        self._drained += len(data)
+        return data
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -120,13 +132,13 @@ class PackBuilder:
         return chunk in self._chunks
 
     def finish(self) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]]:
-        """(name, the object's bytes, what is where). The builder is empty afterwards; the bytes are not copied."""
+        """(name, the object's bytes less what was drained, what is where). The builder is empty afterwards."""
         chunks = tuple(self._chunks.values())
         index = seal_object(dumps(write_packed(chunks)))
         data = self._data
         data += index
         data += _TRAILER.pack(len(index), MAGIC)
-        self._data, self._chunks = bytearray(), {}
+        self._data, self._drained, self._chunks = bytearray(), 0, {}
         return pack_name(chunks), data, chunks
 
 

@@ -22,6 +22,7 @@ from functools import partial
 
 import trio
 
+from ckptfs.background.caller import Background
 from ckptfs.encoding.canonical import object_id, open_object, seal_object
 from ckptfs.encoding.head import Head, decode_head, encode_head, head_key
 from ckptfs.encoding.index import Index, decode_index, encode_index
@@ -94,6 +95,7 @@ class Publisher:
         cut_now: Callable[[], bool] = lambda: False,
         reseal: Callable[[ImageId], None] = lambda image: None,
         released: Callable[[Unneeded], None] = lambda unneeded: None,
+        background: Background | None = None,
     ) -> None:
         tuning = store.settings.tuning
         self._stopped = threading.Event()
@@ -125,6 +127,7 @@ class Publisher:
             tuning=tuning,
             counters=self.counters,
             acknowledged=self._saw_pack,
+            background=background,
         )
         self._indexes = IndexLearner(store.catalog, packs, remote)
         self._putting = trio.CapacityLimiter(tuning.upload_threads)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import trio
 
+from ckptfs.background.caller import Background
 from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.ids import ChunkId, ImageId, Inode
 from ckptfs.local.catalog.cuts import Cuts, Unneeded
@@ -67,6 +68,7 @@ class Replica:
         *,
         files: Callable[[], Files],
         reseal: Callable[[ImageId], None],
+        background: Background | None = None,
         read_only: bool = False,
     ) -> None:
         self._store = store
@@ -96,6 +98,7 @@ class Replica:
             cut_now=self.settler.cut_now,
             reseal=reseal,
             released=self._released,
+            background=background,
         )
         self.publisher.on_abandoned = self.settler.load
         tuning = store.settings.tuning

@@ -1,34 +1,28 @@
 """Sealing: turn the image of a closed file into a manifest. Flush, find boundaries, hash, record.
 
 Who calls: opening code submits an image when its last writer closed it; `run` takes a large one, or several small ones,
-at a time and does the reading and hashing in a worker thread, which touches the image's descriptor and nothing else. A
+at a time and has them read and hashed in the background. A
 seal is discarded when its image was written since it began: the next close submits it again. Cancelling leaves nothing
 behind.
 
-How a file is cut is `ckptfs.formats`' work; logs, which stay open, are `ckptfs.replica.logs`'.
+Hashing is `ckptfs.background.hashing`; logs, which stay open, are `ckptfs.replica.logs`'.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
 from itertools import accumulate, islice
 from typing import Protocol
 
 import trio
 
-from ckptfs.config import Tuning
-from ckptfs.encoding.manifest import Chunk, Content, TensorSpan, encode_content
-from ckptfs.errors import FormatError
-from ckptfs.formats.base import FileSource
-from ckptfs.formats.cutting import pieces
-from ckptfs.formats.recognise import recognise
-from ckptfs.ids import ChunkId, ImageId, Inode, digest
-from ckptfs.local.images import begin_writing_out, data_spans
+from ckptfs.background.caller import Background, Threads
+from ckptfs.background.hashing import Hashed
+from ckptfs.ids import ImageId, Inode
 from ckptfs.local.store import Store
-from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +55,9 @@ class Sealer:
     `on_sealed(ino, image, manifest)` is called on the loop after each commit; ino is None when only a cut has it.
     """
 
-    def __init__(self, store: Store, writes: WriteState) -> None:
+    def __init__(self, store: Store, writes: WriteState, background: Background | None = None) -> None:
         self._store = store
+        self._background = background or Threads()
         self._writes = writes
         self._queue: dict[ImageId, int] = {}
         """What is to be sealed, and how many bytes each had when it was submitted."""
@@ -139,8 +134,13 @@ class Sealer:
             for image in images
             if image not in self._store.sync.poisoned and self._is_due(image)
         }
-        paths = {image: self._store.images.file(image) for image in generations}
-        contents, failed = await trio.to_thread.run_sync(hash_images, paths, self._store.settings.tuning)
+        paths = [(image, self._store.images.file(image)) for image in generations]
+        tuning = dataclasses.astuple(self._store.settings.tuning)
+        found, refused = await self._background.call("hash_images", paths, tuning)
+        contents = {ImageId(image): Hashed._make(each) for image, each in found}
+        failed = {ImageId(image) for image, _ in refused}
+        for image, why in refused:
+            log.error("image %016x could not be sealed: %s", image, why)
         try:
             await self._store.sync.sync(*contents)  # also flushes the images' names
         except OSError as error:
@@ -160,108 +160,46 @@ class Sealer:
             )
             await trio.lowlevel.checkpoint()  # requests come first
             for image, manifest in seals.items():
-                await self._locate_rest(image, manifest, contents[image][0])
+                await self._locate_rest(image, manifest, contents[image])
 
     def _is_due(self, image: ImageId) -> bool:
         return self._store.contents.needs_seal(image) and not self._writes.is_being_written(image)
 
-    def _record(self, hashed: Mapping[ImageId, tuple[Content, bytes]]) -> dict[ImageId, int]:
+    def _record(self, hashed: Mapping[ImageId, Hashed]) -> dict[ImageId, int]:
         """Commit the seals of some images, with the first locations of their chunks. Returns their manifests."""
         with self._store.catalog.transaction():
-            seals = {image: self._record_one(image, *each) for image, each in hashed.items()}
+            seals = {image: self._record_one(image, each) for image, each in hashed.items()}
         for image, (ino, manifest) in seals.items():
             if ino is not None:
                 self._writes.sealed(image, manifest)
             self.on_sealed(ino, image, manifest)
         return {image: manifest for image, (_, manifest) in seals.items()}
 
-    def _record_one(self, image: ImageId, content: Content, encoded: bytes) -> tuple[Inode | None, int]:
+    def _record_one(self, image: ImageId, hashed: Hashed) -> tuple[Inode | None, int]:
         # Times as they are now: nobody wrote since the hashing began, but utimens may have set them.
         status = self._store.images.status(image)
         contents, names = self._store.contents, self._store.names
-        manifest = contents.add_manifest(size=content.size, body=encoded)
+        manifest = contents.add_manifest(size=hashed.size, body=hashed.encoded)
         contents.sealed(image, manifest)
         ino = contents.inode_of_image(image)
         if ino is not None:
             names.update_inode(
                 ino,
                 manifest=manifest,
-                size=content.size,
+                size=hashed.size,
                 mtime_ns=status.st_mtime_ns,
                 ctime_ns=max(names.inode(ino).ctime_ns, status.st_ctime_ns),
             )
-        contents.add_locations(image, _located(content, 0))
+        contents.add_locations(image, hashed.located(0, _LOCATIONS_AT_ONCE))
         return ino, manifest
 
-    async def _locate_rest(self, image: ImageId, manifest: int, content: Content) -> None:
+    async def _locate_rest(self, image: ImageId, manifest: int, hashed: Hashed) -> None:
         """Commit the locations that `_record` left out, in steps, while the image stays sealed.
 
         A kill in between costs locations, which are only another place to find a chunk; the image itself is whole.
         """
-        for start in range(_LOCATIONS_AT_ONCE, len(content.chunks), _LOCATIONS_AT_ONCE):
+        for start in range(_LOCATIONS_AT_ONCE, len(hashed.lengths), _LOCATIONS_AT_ONCE):
             if not self._store.contents.is_sealed_as(image, manifest):  # it is being written, or gone: invariant 1
                 break
-            self._store.contents.add_locations(image, _located(content, start))
+            self._store.contents.add_locations(image, hashed.located(start, _LOCATIONS_AT_ONCE))
             await trio.lowlevel.checkpoint()
-
-
-def _located(content: Content, start: int) -> list[tuple[ChunkId, int, int]]:
-    """(chunk, offset, length) of so many chunks from number *start* on as one transaction takes."""
-    some = slice(start, start + _LOCATIONS_AT_ONCE)
-    return [
-        (chunk.id, offset, chunk.length)
-        for chunk, offset in zip(content.chunks[some], content.offsets()[some], strict=True)
-    ]
-
-
-def hash_images(
-    paths: Mapping[ImageId, str], tuning: Tuning
-) -> tuple[dict[ImageId, tuple[Content, bytes]], set[ImageId]]:
-    """`hash_image` of each, also encoded, and those that the disk failed to give. Blocking; for a worker thread."""
-    found: dict[ImageId, tuple[Content, bytes]] = {}
-    failed: set[ImageId] = set()
-    if len(paths) > 1:
-        begin_writing_out(paths.values())
-    for image, path in paths.items():
-        try:
-            content = hash_image(path, tuning)
-            content.offsets()  # computed here, not on the loop
-            found[image] = content, encode_content(content)
-        except FileNotFoundError:
-            pass  # deleted while it waited
-        except FormatError:
-            log.debug("image %016x was truncated while it was sealed", image)  # its close submits it again
-        except OSError as error:
-            log.error("image %016x could not be sealed: %s", image, error)
-            failed.add(image)
-        except Exception:
-            log.exception("image %016x could not be sealed", image)
-            failed.add(image)
-    return found, failed
-
-
-def hash_image(path: str, tuning: Tuning) -> Content:
-    """Flush, cut and hash an image file. Blocking; for a worker thread.
-
-    Raises OSError; FormatError when the file shrank meanwhile.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(fd)
-        size = os.fstat(fd).st_size
-        spans = data_spans(fd, size)
-        source = FileSource(fd, size)
-        tensors = recognise(source)
-        chunks = tuple(
-            Chunk(ChunkId(digest(data)), piece.end - piece.start, piece.dtype)
-            for piece in pieces(size, tensors, spans, tuning, source.read)
-            for data in (source.read(piece.start, piece.end - piece.start),)
-        )
-    finally:
-        os.close(fd)
-    return Content(
-        size=size,
-        holes=tuple(SpanSet(spans).missing(0, size)),
-        chunks=chunks,
-        tensors=tuple(TensorSpan(each.name, each.dtype, each.shape, each.start, each.end) for each in tensors),
-    )

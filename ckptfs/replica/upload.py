@@ -5,32 +5,34 @@ new chunks or more gets packs of its own; what is left of it and smaller files s
 from two machines makes the same packs, and a pack that is there already is not sent twice. A pack is closed by the raw
 bytes in it, not the encoded ones: it can be planned without encoding, and packs are encoded side by side.
 
-Who calls: one task on the loop, which plans and owns the catalog; `upload_threads` workers read, verify and encode in a
-thread (`encode_threads` at once) and put in a thread. At most one pack per worker is in memory. Each acknowledged pack
-is one transaction, so that nothing acknowledged is sent again after a kill. Cancelling leaves puts on their way to
-finish alone: an object that nobody names is no harm.
+Who calls: one task on the loop, which plans and owns the catalog; `upload_threads` workers have packs built in the
+background (`encode_threads` at once) and put them in a thread. At most one pack per worker is in memory. Each
+acknowledged pack is one transaction, so that nothing acknowledged is sent again after a kill. Cancelling leaves puts on
+their way to finish alone: an object that nobody names is no harm.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
+import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import trio
 
+from ckptfs.background.caller import Background, Threads
+from ckptfs.background.packing import Built
 from ckptfs.config import Tuning
-from ckptfs.encoding.codec import encode
 from ckptfs.encoding.keys import pack_key
 from ckptfs.encoding.manifest import Content, decode_content
-from ckptfs.encoding.pack import PackBuilder, PackedChunk
+from ckptfs.encoding.pack import PackedChunk
 from ckptfs.errors import CkptfsError, ObjectExists, RemoteError
-from ckptfs.ids import ChunkId, ImageId, ObjectId, digest
+from ckptfs.ids import ChunkId, ImageId, ObjectId
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.cuts import CutFile, Cuts
 from ckptfs.local.catalog.packs import Packs
@@ -43,8 +45,6 @@ _SMALL_BODY = 64 << 10
 """Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
 _LOOK_UP = 1500
 """Chunks looked up before others may run: 5 to 10 ms."""
-_DESCRIPTORS = 16
-"""Images held open while a pack is built; a pack of small files has thousands."""
 _RATE_OVER_S = 10.0
 """The upload rate is averaged over about this long ..."""
 _RATE_FROM_S = 1.0
@@ -166,6 +166,7 @@ class Uploader:
         tuning: Tuning,
         counters: UploadCounters,
         acknowledged: Callable[[ObjectId], None] = lambda name: None,
+        background: Background | None = None,
     ) -> None:
         self._contents = contents
         self._cuts = cuts
@@ -175,6 +176,7 @@ class Uploader:
         self._tuning = tuning
         self._counters = counters
         self._acknowledged = acknowledged
+        self._background = background or Threads()
         self._encoding = trio.CapacityLimiter(tuning.encode_threads)
         self._putting = trio.CapacityLimiter(tuning.upload_threads)
 
@@ -263,10 +265,33 @@ class Uploader:
         self._acknowledged(name)
         self._counters.sent(len(data), sum(chunk.length for chunk in chunks))
 
-    async def _build(self, job: _Job) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]] | set[ChunkId]:
-        return await trio.to_thread.run_sync(build_pack, job.chunks, job.sources, self._images, limiter=self._encoding)
+    async def _build(self, job: _Job) -> tuple[ObjectId, memoryview, tuple[PackedChunk, ...]] | set[ChunkId]:
+        """The pack, in memory that only its file descriptor names; or the chunks that no place has."""
+        wanted = [
+            (
+                chunk.id,
+                chunk.length,
+                chunk.dtype,
+                [(self._images.file(image), offset) for image, offset in job.sources.get(chunk.id, [])],
+            )
+            for chunk in job.chunks
+        ]
+        label = f"ckptfs-pack-{secrets.token_hex(8)}"
+        fd = os.memfd_create(label, os.MFD_CLOEXEC)
+        try:
+            async with self._encoding:
+                answer = await self._background.call("build_pack", wanted, f"/proc/{os.getpid()}/fd/{fd}", label)
+            built = Built._make(answer)
+            for note in built.notes:
+                log.warning("%s", note)
+            if built.missing:
+                return set(built.missing)
+            data = mmap.mmap(fd, built.size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return built.name, memoryview(data), tuple(PackedChunk(*row) for row in built.rows)
 
-    async def _put(self, name: ObjectId, data: bytearray) -> bool:
+    async def _put(self, name: ObjectId, data: memoryview) -> bool:
         key = pack_key(name)
         self._counters.puts += 1
         try:
@@ -291,54 +316,3 @@ class Uploader:
             places[chunk.id] += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
         return places
 
-
-def build_pack(
-    chunks: list[Needed], sources: dict[ChunkId, list[tuple[ImageId, int]]], images: Images
-) -> tuple[ObjectId, bytearray, tuple[PackedChunk, ...]] | set[ChunkId]:
-    """Read, verify and encode *chunks* into one pack; the chunks that no source has, when there are such.
-
-    Blocking; for a worker thread. Every byte is hashed again (invariant 6): what is packed has the name it is packed
-    under.
-    """
-    builder = PackBuilder()
-    missing: set[ChunkId] = set()
-    descriptors: OrderedDict[ImageId, int] = OrderedDict()
-    try:
-        for chunk in chunks:
-            data = _read(chunk, sources.get(chunk.id, []), images, descriptors)
-            if data is None:
-                missing.add(chunk.id)
-            elif not missing:
-                codec, encoded = encode(data, chunk.dtype)
-                builder.add(chunk.id, chunk.length, codec, encoded)
-    finally:
-        for fd in descriptors.values():
-            os.close(fd)
-    return missing or builder.finish()
-
-
-def _read(
-    chunk: Needed, places: list[tuple[ImageId, int]], images: Images, descriptors: OrderedDict[ImageId, int]
-) -> bytes | None:
-    for image, offset in places:
-        try:
-            data = os.pread(_open(image, images, descriptors), chunk.length, offset)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            log.error("image %016x cannot be read at %d: %s", image, offset, error)
-            continue
-        if len(data) == chunk.length and digest(data) == chunk.id:
-            return data
-        log.warning(
-            "image %016x has other bytes at %d than when chunk %s was sealed", image, offset, chunk.id.hex()[:16]
-        )
-    return None
-
-
-def _open(image: ImageId, images: Images, descriptors: OrderedDict[ImageId, int]) -> int:
-    if image not in descriptors:
-        if len(descriptors) >= _DESCRIPTORS:
-            os.close(descriptors.popitem(last=False)[1])
-        descriptors[image] = os.open(images.file(image), os.O_RDONLY | os.O_CLOEXEC)
-    return descriptors[image]

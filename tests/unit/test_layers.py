@@ -16,6 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.spans", "ckptfs.config"),
     ("ckptfs.encoding", "ckptfs.formats"),
     ("ckptfs.local", "ckptfs.remote"),
+    ("ckptfs.background",),
     ("ckptfs.attributes",),
     ("ckptfs.handles",),
     ("ckptfs.held", "ckptfs.naming"),
