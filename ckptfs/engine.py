@@ -245,6 +245,7 @@ class Engine:
             "safe": self.replica is not None and progress.is_clear and wrong is None,
             "remote_wrong": wrong,
             "last_error": wrong or progress.last_error,
+            "saves": self._saves(ino),
         }
         logical = self._totals.logical_bytes()
         stored = self._stored_bytes()
@@ -270,6 +271,11 @@ class Engine:
             "bytes": {"logical": logical, "stored": stored, "on_remote": self.replica.remote_bytes},
         }
         return document
+
+    def _saves(self, ino: Inode) -> dict[str, Any]:
+        """How long programs waited for us while they saved what is under *ino*."""
+        blocked = self.filesystem.saves.of(self._totals.files_under(ino))
+        return {"files": blocked.files, "blocked_s": blocked.seconds, "longest_s": blocked.longest_s}
 
     def take_credentials(self, env: Mapping[str, str]) -> None:
         """Use another shell's AWS_* variables from now on."""

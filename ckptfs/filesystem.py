@@ -39,6 +39,7 @@ from ckptfs.local.store import Store
 from ckptfs.naming import NAME_MAX, Naming, check_name
 from ckptfs.openfiles import OpenFiles
 from ckptfs.replica.logs import OpenLog
+from ckptfs.saves import SaveTimes
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class FileSystem:
         self._unpurged: set[Inode] = set()
         self._changed_at = -1e9
         self._naming = Naming(store, tombstones=tree is not None)
+        self.saves = SaveTimes()
         self.files = OpenFiles(store, self._listener, source)
         self.files.on_freed = self.purge_if_gone
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pyfuse3
@@ -192,14 +194,19 @@ class Operations(pyfuse3.Operations):
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
+        started = time.monotonic()
         fh, attributes = await self._fs.create(Inode(parent_inode), name, mode, flags, _caller(ctx))
+        self._fs.saves.waited(attributes.ino, time.monotonic() - started)
         self._content_seen.add(attributes.ino)  # its pages come from this kernel's own writes
         return self._opened(attributes.ino, fh, flags, new=True), self._entry(attributes)
 
     @replies
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         ino = Inode(inode)
+        started = time.monotonic()
         fh = await self._fs.open(ino, flags, _caller(ctx))
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            self._fs.saves.waited(ino, time.monotonic() - started)
         return self._opened(ino, fh, flags, new=False)
 
     @replies
@@ -208,7 +215,8 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self._fs.files.write(own_handle(fh), off, buf)
+        with self._saving(fh):
+            return await self._fs.files.write(own_handle(fh), off, buf)
 
     @replies
     async def flush(self, fh: int) -> None:
@@ -216,7 +224,8 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await self._fs.files.fsync(own_handle(fh))
+        with self._saving(fh):
+            await self._fs.files.fsync(own_handle(fh))
 
     @replies
     async def release(self, fh: int) -> None:
@@ -276,6 +285,9 @@ class Operations(pyfuse3.Operations):
         keep = ino in self._content_seen
         self._content_seen.add(ino)
         return FileInfo(fh=fh, keep_cache=keep, direct_io=_direct(flags, new=new))
+
+    def _saving(self, fh: int) -> AbstractContextManager[None]:
+        return self._fs.saves.blocking(self._fs.files.handle(own_handle(fh)).file.ino)
 
     def _attributes(self, attributes: Attributes) -> EntryAttributes:
         reply = EntryAttributes()

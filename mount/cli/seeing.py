@@ -171,6 +171,10 @@ def _show(document: dict[str, Any]) -> None:
                         + (f": {reason}" if (reason := mount["passthrough"]["reason"]) else "")),
         ("state", f"{document['path']} is {document['state']}"),
     ]  # fmt: skip
+    saves = document["saves"]
+    if saves["files"]:
+        rows.append(("saving", f"programs waited {saves['blocked_s']:.2f} s for {files(saves['files'])}, "
+                               f"{saves['longest_s']:.2f} s at longest"))  # fmt: skip
     if document["remote"] is not None:
         rows.append(("pending", pending({**_pending(document), "eta_s": risk["eta_s"]})))
         rows.append(("last success", ago(document["last_success_at_s"])))

@@ -88,3 +88,22 @@ def test_a_rate_is_told_only_when_it_is_known(machines: Machines) -> None:
         eta = site.status()["at_risk"]["eta_s"]
         etas += [eta] if eta is not None else []
     assert etas and max(etas) < 30, etas
+
+
+def test_how_long_programs_waited_is_told_by_path(machines: Machines) -> None:
+    """A slow flush of the disk is the writer's wait: it is counted, with the file, and with no other."""
+    site = machines.site("site")
+    top = machines.mount(site)
+    for name in ("one", "two"):
+        (top / name).mkdir()
+        for number in range(3):
+            with open(top / name / f"{number}", "wb", buffering=0) as file:
+                file.write(b"1")
+                os.fsync(file.fileno())
+    saves = {path: ckptfs.status(top / path)["saves"] for path in ("", "one", "two", "two/1")}
+    assert [each["files"] for each in saves.values()] == [6, 3, 3, 1]
+    assert all(0 < each["longest_s"] <= each["blocked_s"] for each in saves.values())
+    assert abs(saves[""]["blocked_s"] - saves["one"]["blocked_s"] - saves["two"]["blocked_s"]) < 1e-6
+    (top / "two" / "1").read_bytes()
+    assert ckptfs.status(top / "two" / "1")["saves"] == saves["two/1"]
+    assert "programs waited" in site.run("status", str(top)).out

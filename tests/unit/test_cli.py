@@ -148,7 +148,7 @@ def test_the_labels_of_status_do_not_outshine_the_verdict(monkeypatch: pytest.Mo
     _show(
         {
             "path": "/", "state": "sealed", "safe": False, "remote": None, "newest_safe_set": None, "last_error": None,
-            "remote_wrong": None,
+            "remote_wrong": None, "saves": {"files": 2, "blocked_s": 1.5, "longest_s": 0.75},
             "at_risk": {"files": None, "bytes": 5, "eta_s": None, "sets": []},
             "bytes": {"logical": 5, "stored": 5, "on_remote": 0},
             "mount": {"mountpoint": "/m", "pid": 1, "mounted_at_s": 0.0, "read_only": False, "stopping": False,
@@ -159,6 +159,7 @@ def test_the_labels_of_status_do_not_outshine_the_verdict(monkeypatch: pytest.Mo
     assert verdict.startswith("\x1b[1;31mIf this machine vanished now")
     assert len(rows) >= 5 and all(row.startswith("\x1b[2m") for row in rows)
     assert any("state" in row and "/ is sealed" in row for row in rows)
+    assert any("waited 1.50 s for 2 files, 0.75 s at longest" in row for row in rows)
 
 
 def test_every_command_explains_itself() -> None:

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.background",),
     ("ckptfs.attributes",),
     ("ckptfs.handles",),
-    ("ckptfs.held", "ckptfs.naming"),
+    ("ckptfs.held", "ckptfs.naming", "ckptfs.saves"),
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),

@@ -34,6 +34,13 @@ class Totals:
     def __init__(self, catalog: Catalog) -> None:
         self._db = catalog.db
 
+    def files_under(self, ino: Inode) -> set[Inode]:
+        """Everything at or below *ino* that is no directory."""
+        rows = self._db.execute(
+            _UNDER + "SELECT i.ino FROM tree JOIN inode i USING (ino) WHERE i.mode & 61440 <> 16384", (ino,)
+        )
+        return {Inode(row[0]) for row in rows}
+
     def unsealed_under(self, ino: Inode) -> list[Inode]:
         """Regular files at or below *ino* whose content is not sealed."""
         rows = self._db.execute(
