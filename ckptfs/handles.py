@@ -11,7 +11,7 @@ import trio
 from ckptfs.encoding.manifest import Content
 from ckptfs.ids import Inode
 from ckptfs.local.images import Image
-from ckptfs.spans import Runs
+from ckptfs.spans import Runs, SpanSet
 
 
 class ChangeListener(Protocol):
@@ -35,6 +35,7 @@ class ByteSource(Protocol):
     async def ensure(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def read(self, image: Image, content: Content, start: int, end: int) -> bytes: ...
     def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None: ...
+    async def room_for(self, length: int) -> None: ...
     async def record(self, image: Image) -> None: ...
 
 
@@ -83,8 +84,9 @@ class OpenFile:
     """Size and ctime of the image when it was last looked at, where writes do not come through us."""
     detached: bool = False
     """Its names belong to another inode, with other content, by now."""
+    touched: SpanSet = field(default_factory=SpanSet)
+    """What of it was read, where bytes were elsewhere when it was opened."""
     lock: trio.Lock = field(default_factory=trio.Lock)
-
 
     @property
     def unwatched(self) -> bool:

@@ -26,6 +26,7 @@ from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Image, Images
+from ckptfs.local.room import Room
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.spans import SpanSet
 from tests.support.memory import MemoryStore
@@ -42,6 +43,17 @@ TUNING = Tuning(
 )
 
 
+class FixedRoom(Room):
+    """Room as a test wants it; None is that of the real disk."""
+
+    fixed: int | None = None
+
+    def _look(self) -> tuple[int, int]:
+        if self.fixed is None:
+            return super()._look()
+        return self.fixed - self._coming_bytes, self.fixed - self._coming_bytes - 100 * PIECE
+
+
 class Disk:
     """A store's catalog and images, and a remote with files in packs."""
 
@@ -53,7 +65,9 @@ class Disk:
         self.remote = MemoryStore()
         self.full = False
         self.open: list[Image] = []
-        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, write=self._write)
+        self.saving = False
+        self.room = FixedRoom(path, lambda: self.saving)
+        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, self.room, write=self._write)
         with self.catalog.transaction() as db:
             db.execute(
                 "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
