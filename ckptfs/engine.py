@@ -23,6 +23,7 @@ from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
 from ckptfs.replica.seal import Sealer
+from ckptfs.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,10 @@ class Engine:
         self.sealer = Sealer(store, self.filesystem.files)
         self.sealer.on_sealed = self._sealed
         self.filesystem.files.on_closed = self.sealer.submit
-        if replica:
+        self._siblings = Siblings(store, self.filesystem.files, replica.hydrator) if replica else None
+        if replica and self._siblings:
+            self.filesystem.files.on_cold_read = self._siblings.read
+            self.filesystem.files.on_opened = self._siblings.opened
             self.filesystem.files.on_idle = replica.image_idle
             self.sealer.on_failed = replica.seal_failed
 
@@ -88,8 +92,9 @@ class Engine:
                 nursery.start_soon(self._store.sync.run, self._store.settings.tuning.sync_every_s)
                 nursery.start_soon(self._checkpoints)
                 nursery.start_soon(self.sealer.run)
-                if self.replica:
+                if self.replica and self._siblings:
                     await nursery.start(self.replica.run)
+                    nursery.start_soon(self._siblings.run)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
