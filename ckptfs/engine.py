@@ -17,6 +17,7 @@ from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.totals import Totals
+from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.prefetch import Fetching, prefetch
 from ckptfs.replica.bound import BoundStore
@@ -142,8 +143,9 @@ class Engine:
         return await self.state_of(ino)
 
     async def prefetch(self, path: bytes, progress: Fetching) -> None:
-        """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, OSError."""
-        await prefetch(self.filesystem, await self._resolve(path), progress)
+        """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, StoreFull, OSError."""
+        room = self.replica.room if self.replica else Room(self._store.path)
+        await prefetch(self.filesystem, await self._resolve(path), room, progress)
 
     async def publish(self, path: bytes = b"/") -> list[bytes]:
         """Cut at once; returns when the head with it is acknowledged: the paths under *path* that are not in it.

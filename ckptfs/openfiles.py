@@ -193,6 +193,21 @@ class OpenFiles:
         row = self._store.names.inode(ino)
         return row.image is not None and self._store.contents.image_is_whole(row.image)
 
+    def missing_at_most(self, ino: Inode) -> int:
+        """How many bytes of a file are not here, counting as such its holes where they are not known."""
+        row = self._store.names.inode(ino)
+        if row.image is None:
+            return row.size
+        return row.size - sum(length for _, length in self._store.contents.locations_in(row.image))
+
+    async def missing(self, ino: Inode) -> int:
+        """How many bytes of a file are not here. Raises ContentUnavailable."""
+        file = await self.borrow(ino, emptied=False)
+        try:
+            return file.image.missing(0, os.fstat(file.image.fd).st_size)
+        finally:
+            self.give_back(file)
+
     async def make_whole(self, ino: Inode, landed: Callable[[int], None]) -> None:
         """Fetch what is missing of a file; *landed* is told how many bytes of it came.
 

@@ -34,7 +34,7 @@ class Room:
     ) -> None:
         self._directory = directory
         self._saving = saving
-        self._reserve_bytes = reserve_bytes
+        self._least_bytes = reserve_bytes
         self._now = now
         self._coming_bytes = 0
         self._refused_until_s = float("-inf")
@@ -42,6 +42,11 @@ class Room:
     def free_bytes(self) -> int:
         """What may be taken, saves or not."""
         return max(self._look()[0], 0)
+
+    def reserve_bytes(self) -> int:
+        """What is never taken."""
+        disk = os.statvfs(self._directory)
+        return max(self._least_bytes, disk.f_blocks * disk.f_frsize // RESERVE_PARTS)
 
     def has(self, length: int) -> bool:
         """Whether *length* bytes may be taken now, with what is being saved in mind."""
@@ -76,6 +81,6 @@ class Room:
         """Bytes to take, and those of them that no save can want."""
         disk = os.statvfs(self._directory)
         free_bytes = disk.f_bavail * disk.f_frsize - self._coming_bytes
-        total_bytes = disk.f_blocks * disk.f_frsize
-        reserve_bytes = max(self._reserve_bytes, total_bytes // RESERVE_PARTS)
-        return free_bytes - reserve_bytes, free_bytes - max(reserve_bytes, total_bytes // SAVING_PARTS)
+        reserve_bytes = self.reserve_bytes()
+        save_bytes = disk.f_blocks * disk.f_frsize // SAVING_PARTS
+        return free_bytes - reserve_bytes, free_bytes - max(reserve_bytes, save_bytes)
