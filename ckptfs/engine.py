@@ -82,6 +82,7 @@ class Engine:
             self.filesystem.files.on_cold_read = self._siblings.read
             self.filesystem.files.on_opened = self._siblings.opened
             self.filesystem.files.on_idle = replica.image_idle
+            self.filesystem.files.on_reopen = replica.reclaim
             self.sealer.on_failed = replica.seal_failed
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

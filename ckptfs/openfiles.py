@@ -68,6 +68,8 @@ class OpenFiles:
         """Called when the last writer of a changed file closed it: time to seal."""
         self.on_idle: Callable[[Image], None] = lambda image: image.close()
         """Takes over an image that nobody has open, but whose fetched chunks are not recorded yet; closes it."""
+        self.on_reopen: Callable[[ImageId], Image | None] = lambda image: None
+        """Gives back such an image, if it was not closed yet: what was fetched into it is not fetched again."""
         self.on_freed: Callable[[Inode], None] = lambda ino: None
         """Called when nobody has a file open any more that was held, or borrowed: its last name may be gone."""
         self.on_opened: Callable[[OpenFile], None] = lambda file: None
@@ -352,7 +354,8 @@ class OpenFiles:
             if file:  # somebody else was faster
                 return file
             row = self._store.names.inode(ino)
-        file = OpenFile(ino, self._images.open(row, content), row.manifest, content)
+        idle = self.on_reopen(row.image) if row.image is not None else None
+        file = OpenFile(ino, idle or self._images.open(row, content), row.manifest, content)
         self._files[ino] = file
         self._by_image[file.image.id] = file
         return file

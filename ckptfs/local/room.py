@@ -73,9 +73,10 @@ class Room:
         """What was taken is on the disk, or will not come."""
         self._coming_bytes -= length
 
-    def refused(self) -> None:
-        """The disk took less than it seemed to have room for."""
-        self._refused_until_s = self._now() + REFUSED_S
+    def refused(self) -> bool:
+        """The disk took less than it seemed to have room for. Whether that is news."""
+        before_s, self._refused_until_s = self._refused_until_s, self._now() + REFUSED_S
+        return before_s < self._now()
 
     def _look(self) -> tuple[int, int]:
         """Bytes to take, and those of them that no save can want."""

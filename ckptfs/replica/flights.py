@@ -159,9 +159,8 @@ class Flights:
         chunk, offset = wanted.chunk, wanted.offset
         if outcome.raw is not None:
             self._kept.add(chunk.id, outcome.raw, read=flight.awaited)
-            if outcome.error is not None:
-                log.warning("image %016x does not take bytes, which are served from memory: %s", image, outcome.error)
-                self._room.refused()
+            if outcome.error is not None and self._room.refused():
+                log.warning("the disk does not take bytes, which are served from memory: %s", outcome.error)
         elif outcome.error is None:
             for index, each in enumerate(flight.images):
                 if each.present is not None:

@@ -56,7 +56,7 @@ class Hydrator:
         self._stop = threading.Event()
         limits = Limits(tuning.retry_first_s, tuning.retry_most_s, deadline_s=tuning.read_timeout_s, cancel=self._stop)
         self.last_error: str | None = None
-        """Why the last request failed and is made again; None once bytes came."""
+        """Why bytes do not come just now, and what is done about it; None once they came."""
         retrying = Retrying(remote, limits, on_retry=self._failing)
         limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
@@ -137,6 +137,7 @@ class Hydrator:
         while not self._room.has(length):
             if length > self._room.free_bytes():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.last_error = "what is left of the disk is kept for the save that is going on; waiting for its end"
             await trio.sleep(_LOOK_FOR_ROOM_S)
 
     def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None:

@@ -163,6 +163,13 @@ class Replica:
         """Nobody has *image* open any more, but chunks that were fetched into it are not recorded yet."""
         self._idle_images.append(image)
 
+    def reclaim(self, image: ImageId) -> Image | None:
+        """Give back an idle image that is not being recorded yet: somebody opens it."""
+        found = next((each for each in self._idle_images if each.id == image), None)
+        if found is not None:
+            self._idle_images.remove(found)
+        return found
+
     # What the file system asks (TreeSource)
 
     async def expand(self, directory: Inode) -> None:

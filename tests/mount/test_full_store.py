@@ -17,7 +17,7 @@ from ckptfs.errors import StoreFull
 from ckptfs.local.room import RESERVE_BYTES
 from tests.support.disks import filled, free_bytes, small_disk
 from tests.support.machines import Machines, census
-from tests.support.mounts import Site, run
+from tests.support.mounts import Site, peak_bytes, run
 from tests.support.trees import digest_bytes
 
 pytestmark = pytest.mark.timeout(120)
@@ -77,6 +77,7 @@ def test_a_set_larger_than_the_disk_is_read(disk: Path, machines: Machines, save
         assert (there / "set" / name(shard)).read_bytes() == data(shard)
     assert free_bytes(disk) >= RESERVE_BYTES - MIB
     assert way.counts["GET"].bytes_down < 1.1 * SHARDS * SHARD_BYTES
+    assert peak_bytes(far.pid()) <= 256 * MIB
     far.umount()
     machines.mount(far)  # the kernel has none of the pages any more
     for shard in range(SHARDS):
