@@ -85,7 +85,9 @@ class OpenFile:
     detached: bool = False
     """Its names belong to another inode, with other content, by now."""
     touched: SpanSet = field(default_factory=SpanSet)
-    """What of it was read, where bytes were elsewhere when it was opened."""
+    """What of it was read, where bytes were elsewhere when it was opened ..."""
+    touched_bytes: int = 0
+    """... and how much that is."""
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property

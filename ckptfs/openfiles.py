@@ -452,7 +452,10 @@ class OpenFiles:
         self.on_freed(file.ino)
 
     def _was_read(self, file: OpenFile, offset: int, end: int) -> None:
-        file.touched.add(offset, min(end, file.content.size if file.content else end))
+        assert file.content is not None
+        end = min(end, file.content.size)
+        file.touched_bytes += sum(last - first for first, last in file.touched.missing(offset, end))
+        file.touched.add(offset, end)
         self.on_cold_read(file)
 
     def _finish_writing(self, file: OpenFile) -> None:

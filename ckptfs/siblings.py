@@ -99,7 +99,7 @@ class Siblings:
         """Something of *file* was read, which was not all here when it was opened."""
         if file.content is None:
             return
-        read_bytes, size = file.touched.total, file.content.size
+        read_bytes, size = file.touched_bytes, file.content.size
         if read_bytes * BEGIN_SHARE < size:
             return
         found = self._find(file.ino)

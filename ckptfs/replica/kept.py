@@ -15,10 +15,10 @@ from ckptfs.ids import ChunkId
 
 Raw = bytes | bytearray
 
-KEPT_BYTES = 48 * MIB
-"""All of them: a fifth of what the daemon may take."""
-AHEAD_BYTES = 32 * MIB
-"""Those fetched ahead, with what is on its way: eight times what a line of 1 Gb/s and 30 ms holds."""
+KEPT_BYTES = 40 * MIB
+"""All of them: a sixth of what the daemon may take."""
+AHEAD_BYTES = 24 * MIB
+"""Those fetched ahead, with what is on its way: six times what a line of 1 Gb/s and 30 ms holds."""
 _UNREAD_S = 10.0
 """Whoever they were fetched for reads no more."""
 
