@@ -222,7 +222,7 @@ class OpenFiles:
             for start in range(0, file.content.size, _FETCHED_AT_ONCE):
                 end = min(start + _FETCHED_AT_ONCE, file.content.size)
                 ahead = min(end + _FETCHED_AT_ONCE, file.content.size)
-                await self._source.room_for(file.image.missing(start, ahead))
+                await self._source.room_for(file.image, file.content, start, ahead)
                 self._source.begin(file.image, file.content, end, ahead)
                 await self._source.ensure(file.image, file.content, start, end)
                 landed(end - start)

@@ -145,8 +145,10 @@ class Siblings:
         """Fetch of a shard what may be, until it is whole, being read itself, or its set is no longer read."""
         file = await self._files.borrow(ino, emptied=False)
         try:
-            while self._is_wanted(found, ino):
+            while True:
                 await self._source.quiet()
+                if not self._is_wanted(found, ino):  # that may have taken long
+                    return
                 span = _next_step(file, found.allowed())
                 if span is None or file.content is None:
                     await self._source.record(file.image)

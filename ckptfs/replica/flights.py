@@ -103,13 +103,10 @@ class Flights:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return flights
 
-    def lacks_room(self, image: Image, wanted: Iterable[Wanted]) -> bool:
-        """Whether *wanted* chunks do not all fit on the disk, with those in mind that are on their way there."""
-        length = 0
-        for each in wanted:
-            flight = self._flights.get((image.id, each.offset))
-            length += 0 if flight is not None and flight.stored else each.chunk.length
-        return length > 0 and (image.unstored or length > self._room.free_bytes())
+    def to_take(self, image: Image, wanted: Iterable[Wanted]) -> int:
+        """How many bytes of the disk's room *wanted* chunks still take: not those that are on their way there."""
+        flights = ((each, self._flights.get((image.id, each.offset))) for each in wanted)
+        return sum(each.chunk.length for each, flight in flights if flight is None or not flight.stored)
 
     # Within
 

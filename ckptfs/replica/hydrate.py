@@ -102,7 +102,8 @@ class Hydrator:
         when they cannot be written: ENOSPC at once when the disk has no room for them. Cancelling leaves fetches going
         that others may be waiting for.
         """
-        if self._flights.lacks_room(image, _missing(image, content, start, end)):
+        length = self._flights.to_take(image, _missing(image, content, start, end))
+        if length and (image.unstored or length > self._room.free_bytes()):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         await self._arrive(image, content, start, end, Purpose.STORE)
 
@@ -129,12 +130,14 @@ class Hydrator:
         """Whether *length* bytes that nobody waits for may be stored now."""
         return self._room.has(length)
 
-    async def room_for(self, length: int) -> None:
-        """Return when *length* bytes may be stored beside what is being saved.
+    async def room_for(self, image: Image, content: Content, start: int, end: int) -> None:
+        """Return when what is missing of [start, end) may be stored beside what is being saved.
 
-        Raises OSError (ENOSPC) when the disk has no room for them at all.
+        Raises OSError (ENOSPC) when the disk has no room for it at all.
         """
-        while not self._room.has(length):
+        while length := self._flights.to_take(image, _missing(image, content, start, end)):
+            if self._room.has(length):
+                return
             if length > self._room.free_bytes():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.last_error = "what is left of the disk is kept for the save that is going on; waiting for its end"

@@ -495,13 +495,33 @@ def test_while_something_is_saved_the_disk_is_left_to_it(disk: Disk) -> None:
         await disk.hydrator.ensure(image, content, 0, PIECE)
         assert image.present.total == PIECE
         with trio.move_on_after(0.05) as waiting:
-            await disk.hydrator.room_for(PIECE)
+            await disk.hydrator.room_for(image, content, 0, 2 * PIECE)
         assert waiting.cancelled_caught
         disk.saving = False
         with trio.fail_after(5):
-            await disk.hydrator.room_for(PIECE)
+            await disk.hydrator.room_for(image, content, 0, 2 * PIECE)
+        disk.room.fixed = 8 * PIECE
         with pytest.raises(OSError, match="No space left"):
-            await disk.hydrator.room_for(51 * PIECE)
+            await disk.hydrator.room_for(image, content, 0, len(data))
+
+    run(disk, test)
+
+
+def test_what_is_on_its_way_is_not_asked_room_for_again(disk: Disk) -> None:
+    """A file that just fits is fetched part by part, each begun before it is waited for."""
+    data = noise(10 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.room.fixed, disk.room.image = 10 * PIECE, image
+        for start in (0, 5 * PIECE):
+            await disk.hydrator.room_for(image, content, start, len(data))
+            disk.hydrator.begin(image, content, start + 5 * PIECE, len(data))
+            disk.hydrator.begin(image, content, start, start + 5 * PIECE)
+            await disk.hydrator.room_for(image, content, start, len(data))
+            await disk.hydrator.ensure(image, content, start, start + 5 * PIECE)
+        assert os.pread(image.fd, len(data), 0) == data
 
     run(disk, test)
 
