@@ -190,7 +190,8 @@ def publish(path: PathLike) -> list[str]:
 def prefetch(path: PathLike) -> None:
     """Bring every file under *path* to this disk now, so that reading it never waits for the remote.
 
-    Raises MountError when something cannot be had, or the disk is full; what came is kept.
+    Raises ContentUnavailable when something cannot be had, and StoreFull, before anything is fetched where the disk has
+    too little room from the start; what came is kept.
     """
     ask_about(path, "prefetch")
 

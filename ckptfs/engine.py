@@ -18,12 +18,14 @@ from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.totals import Totals
+from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.prefetch import Fetching, prefetch
 from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
 from ckptfs.replica.seal import Sealer
+from ckptfs.siblings import Siblings
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +80,12 @@ class Engine:
         self.sealer = Sealer(store, self.filesystem.files, self._background)
         self.sealer.on_sealed = self._sealed
         self.filesystem.files.on_closed = self.sealer.submit
-        if replica:
+        self._siblings = Siblings(store, self.filesystem.files, replica.hydrator) if replica else None
+        if replica and self._siblings:
+            self.filesystem.files.on_cold_read = self._siblings.read
+            self.filesystem.files.on_opened = self._siblings.opened
             self.filesystem.files.on_idle = replica.image_idle
+            self.filesystem.files.on_reopen = replica.reclaim
             self.sealer.on_failed = replica.seal_failed
             replica.publisher.on_published = self._wake
 
@@ -93,8 +99,9 @@ class Engine:
                 nursery.start_soon(self._store.sync.run, self._store.settings.tuning.sync_every_s)
                 nursery.start_soon(self._checkpoints)
                 nursery.start_soon(self.sealer.run)
-                if self.replica:
+                if self.replica and self._siblings:
                     await nursery.start(self.replica.run)
+                    nursery.start_soon(self._siblings.run)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
@@ -143,8 +150,9 @@ class Engine:
         return await self.state_of(ino)
 
     async def prefetch(self, path: bytes, progress: Fetching) -> None:
-        """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, OSError."""
-        await prefetch(self.filesystem, await self._resolve(path), progress)
+        """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, StoreFull, OSError."""
+        room = self.replica.room if self.replica else Room(self._store.path)
+        await prefetch(self.filesystem, await self._resolve(path), room, progress)
 
     async def publish(self, path: bytes = b"/") -> list[bytes]:
         """Cut at once; returns when the head with it is acknowledged: the paths under *path* that are not in it.

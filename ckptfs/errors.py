@@ -16,6 +16,7 @@
     │   ├── TooManyLinks
     │   └── ContentUnavailable     bytes exist but cannot be had: remote down or damaged, image poisoned
     ├── StoreError                 the local store cannot be used (in use, wrong disk, damaged, newer version)
+    │   └── StoreFull              its disk has no room for what was to be brought there
     ├── MountError                 a directory cannot be mounted, unmounted or found to be a mount
     ├── FormatError                stored bytes do not decode, or their digest differs
     └── RemoteError                the object store; `temporary` says whether to try again
@@ -97,6 +98,10 @@ class ContentUnavailable(FileSystemError):
 
 class StoreError(CkptfsError):
     """The local store cannot be used."""
+
+
+class StoreFull(StoreError):
+    """The store's disk has no room for what was to be brought there."""
 
 
 class MountError(CkptfsError):

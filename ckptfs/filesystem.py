@@ -479,6 +479,10 @@ class FileSystem:
                 self._names.update_inode(ino, size=os.fstat(file.image.fd).st_size)
                 file.detached = True
 
+    def is_saving(self) -> bool:
+        """Whether something is being saved just now."""
+        return self.files.is_saving()
+
     def sparse_images(self) -> list[Image]:
         """Open images that are not whole."""
         return [file.image for file in self.files.files() if not file.image.whole]

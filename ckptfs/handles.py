@@ -11,7 +11,7 @@ import trio
 from ckptfs.encoding.manifest import Content
 from ckptfs.ids import Inode
 from ckptfs.local.images import Image
-from ckptfs.spans import Runs
+from ckptfs.spans import Runs, SpanSet
 
 
 class ChangeListener(Protocol):
@@ -35,6 +35,7 @@ class ByteSource(Protocol):
     async def ensure(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def read(self, image: Image, content: Content, start: int, end: int) -> bytes: ...
     def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None: ...
+    async def room_for(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def record(self, image: Image) -> None: ...
 
 
@@ -85,6 +86,10 @@ class OpenFile:
     """Its names belong to another inode, with other content, by now."""
     created_by: int | None = None
     """The catalog's commit that created it; None for a file that was opened."""
+    touched: SpanSet = field(default_factory=SpanSet)
+    """What of it was read, where bytes were elsewhere when it was opened ..."""
+    touched_bytes: int = 0
+    """... and how much that is."""
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property

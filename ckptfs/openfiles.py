@@ -21,26 +21,30 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable
 
 import trio
 
 from ckptfs.attributes import SET_ID_BITS
-from ckptfs.encoding.manifest import Content
 from ckptfs.errors import ContentUnavailable, Stale
+from ckptfs.fileimages import FileImages
 from ckptfs.handles import Backing, ByteSource, ChangeListener, Handle, OpenFile
 from ckptfs.held import HeldFiles, is_free
 from ckptfs.ids import ImageId, Inode
-from ckptfs.local.images import Image, copy_data
+from ckptfs.local.images import Image
 from ckptfs.local.store import Store
-from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
 
 _FETCHED_AT_ONCE = 64 << 20
 """Bytes that are waited for while as many more are on their way: more than a fast line holds."""
+_SAVE_BYTES = 16 << 20
+"""Smaller files that stay open for writing, or were closed, are logs and the like."""
+_SAVE_OPEN_S = 60.0
+"""A file that is open for writing counts as being saved for so long whatever its size: it may become large."""
+_SAVE_PAUSE_S = 10.0
+"""A checkpoint's files come one after another; so long after one was closed it still counts as being saved."""
 
 
 _JUST_NOW_S = 0.1
@@ -53,6 +57,8 @@ class OpenFiles:
         self._store = store
         self._listener = listener
         self._source = source
+        self._images = FileImages(store)
+        self._saved_at = float("-inf")
         self._files: dict[Inode, OpenFile] = {}
         self._handles: dict[int, Handle] = {}
         self._next_handle = 1
@@ -65,8 +71,14 @@ class OpenFiles:
         """Called when the last writer of a changed file closed it: time to seal."""
         self.on_idle: Callable[[Image], None] = lambda image: image.close()
         """Takes over an image that nobody has open, but whose fetched chunks are not recorded yet; closes it."""
+        self.on_reopen: Callable[[ImageId], Image | None] = lambda image: None
+        """Gives back such an image, if it was not closed yet: what was fetched into it is not fetched again."""
         self.on_freed: Callable[[Inode], None] = lambda ino: None
-        """Called when a file that was held, and that nobody has open, is free."""
+        """Called when nobody has a file open any more that was held, or borrowed: its last name may be gone."""
+        self.on_opened: Callable[[OpenFile], None] = lambda file: None
+        """Called when somebody has opened a file to read it."""
+        self.on_cold_read: Callable[[OpenFile], None] = lambda file: None
+        """Called when somebody reads a file of which bytes are elsewhere, or were when it was opened."""
 
     # What others ask
 
@@ -105,6 +117,15 @@ class OpenFiles:
         file = self._files.get(ino)
         return file is not None and file.unwatched and file.modified and (size > 0 or file.held)
 
+    def is_saving(self) -> bool:
+        """Whether a file that is more than a log is being written, or was a moment ago."""
+        now = trio.current_time()
+        return now - self._saved_at < _SAVE_PAUSE_S or any(
+            now - file.opened_for_write_at < _SAVE_OPEN_S or os.fstat(file.image.fd).st_size >= _SAVE_BYTES
+            for file in self._files.values()
+            if file.modified and (file.writers or file.held)
+        )
+
     def forget_image(self, image: ImageId) -> None:
         self._written.pop(image, None)
 
@@ -127,8 +148,8 @@ class OpenFiles:
 
         Raises NameMissing, OSError, ContentUnavailable (its manifest is on a remote that does not answer).
         """
-        if flags & os.O_TRUNC:
-            self._start_over(ino)
+        if flags & os.O_TRUNC and ino not in self._files:
+            self._images.start_over(ino)
         file = await self._acquire(ino)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         try:
@@ -143,7 +164,10 @@ class OpenFiles:
         except BaseException:
             self._drop_if_idle(file)
             raise
-        return self._add_handle(file, flags, privileged)
+        fh = self._add_handle(file, flags, privileged)
+        if not writes:
+            self.on_opened(file)
+        return fh
 
     async def release(self, fh: int) -> OpenFile:
         """The last descriptor of a handle is gone."""
@@ -159,8 +183,8 @@ class OpenFiles:
 
     async def borrow(self, ino: Inode, *, emptied: bool) -> OpenFile:
         """An OpenFile to be truncated without a handle, to nothing when *emptied*; give it back with `give_back`."""
-        if emptied:
-            self._start_over(ino)
+        if emptied and ino not in self._files:
+            self._images.start_over(ino)
         file = await self._acquire(ino)
         file.readers += 1
         return file
@@ -169,11 +193,27 @@ class OpenFiles:
         file.readers -= 1
         self._writer_gone(file)
         self._drop_if_idle(file)
+        self.on_freed(file.ino)
 
     def is_whole(self, ino: Inode) -> bool:
         """Whether every byte of a regular file is on this disk."""
         row = self._store.names.inode(ino)
         return row.image is not None and self._store.contents.image_is_whole(row.image)
+
+    def missing_at_most(self, ino: Inode) -> int:
+        """How many bytes of a file are not here, counting as such its holes where they are not known."""
+        row = self._store.names.inode(ino)
+        if row.image is None:
+            return row.size
+        return row.size - sum(length for _, length in self._store.contents.locations_in(row.image))
+
+    async def missing(self, ino: Inode) -> int:
+        """How many bytes of a file are not here. Raises ContentUnavailable."""
+        file = await self.borrow(ino, emptied=False)
+        try:
+            return file.image.missing(0, os.fstat(file.image.fd).st_size)
+        finally:
+            self.give_back(file)
 
     async def make_whole(self, ino: Inode, landed: Callable[[int], None]) -> None:
         """Fetch what is missing of a file; *landed* is told how many bytes of it came.
@@ -187,6 +227,7 @@ class OpenFiles:
             for start in range(0, file.content.size, _FETCHED_AT_ONCE):
                 end = min(start + _FETCHED_AT_ONCE, file.content.size)
                 ahead = min(end + _FETCHED_AT_ONCE, file.content.size)
+                await self._source.room_for(file.image, file.content, start, ahead)
                 self._source.begin(file.image, file.content, end, ahead)
                 await self._source.ensure(file.image, file.content, start, end)
                 landed(end - start)
@@ -227,11 +268,14 @@ class OpenFiles:
         handle = self._handles[fh]
         file = handle.file
         if file.image.whole:
+            if file.content is not None:
+                self._was_read(file, offset, offset + size)
             return os.pread(file.image.fd, size, offset)
         assert file.content is not None and self._source is not None
         end = min(offset + size, file.content.size)
         if offset >= end:
             return b""
+        self._was_read(file, offset, end)
         run_start, position = handle.runs.read(offset, end)
         self._source.read_ahead(file.image, file.content, run_start, position)
         if file.image.present is not None and file.image.present.covers(offset, end):
@@ -315,31 +359,11 @@ class OpenFiles:
             if file:  # somebody else was faster
                 return file
             row = self._store.names.inode(ino)
-        file = OpenFile(ino, self._open_image(row.image, row.manifest, content), row.manifest, content)
-        if row.image is None:
-            with self._store.catalog.transaction():
-                self._store.contents.add_image(file.image.id, whole=file.image.whole)
-                self._store.names.update_inode(ino, image=file.image.id)
+        idle = self.on_reopen(row.image) if row.image is not None else None
+        file = OpenFile(ino, idle or self._images.open(row, content), row.manifest, content)
         self._files[ino] = file
         self._by_image[file.image.id] = file
         return file
-
-    def _open_image(self, image_id: ImageId | None, manifest: int | None, content: Content | None) -> Image:
-        if image_id is None:
-            assert content is not None
-            image = self._store.images.create()
-            self._store.sync.created(image.id)
-            os.ftruncate(image.fd, content.size)
-            if content.chunks:
-                image.present = SpanSet(content.holes)
-            return image
-        image = Image(image_id, self._store.images.open(image_id, writing=True))
-        if manifest is not None and not self._store.contents.image_is_whole(image_id):
-            assert content is not None
-            image.present = SpanSet(content.holes)
-            for offset, length in self._store.contents.locations_in(image_id):
-                image.present.add(offset, offset + length)
-        return image
 
     def _serve(self, file: OpenFile, *, writes: bool) -> None:
         """Before the first open of a file: let the kernel serve its image, or see that we can."""
@@ -390,7 +414,7 @@ class OpenFiles:
             await self._source.ensure(file.image, file.content, 0, file.content.size)
             await self._source.record(file.image)
         if self._store.contents.image_in_cut(file.image.id):
-            await self._rescue(file.image)
+            self.on_closed(await self._images.rescue(file.image))  # a cut that was not sealed yet still needs that
         if file.manifest is None:
             return
         with self._store.catalog.transaction():
@@ -403,48 +427,6 @@ class OpenFiles:
         file.manifest = file.content = None
         file.image.present = None
         await self._store.sync.sync()
-
-    async def _rescue(self, image: Image) -> None:
-        """Copy what a cut still needs before *image* is written again."""
-        copy = self._store.images.create()
-        self._store.sync.created(copy.id)
-        try:
-            self._store.contents.add_image(copy.id, whole=True)  # now: a kill must not leave a file without a row
-            await trio.to_thread.run_sync(copy_data, image.fd, copy.fd)
-            await self._store.sync.sync(copy.id)
-        except BaseException:
-            self._store.contents.drop_image(copy.id)
-            self._store.sync.delete_later(copy.id)
-            raise
-        finally:
-            os.close(copy.fd)
-        with self._store.catalog.transaction():
-            self._store.contents.copy_locations(image.id, copy.id)
-            self._store.contents.move_cuts_to_image(image.id, copy.id)
-        self.on_closed(copy.id)  # a cut that was not sealed yet still needs that
-
-    def _start_over(self, ino: Inode) -> None:
-        """Give a file that nobody has open, and that is about to be emptied, a new image.
-
-        So nothing of the old one is fetched, un-sealed or copied; it lives on while a cut needs it.
-        """
-        row = self._store.names.inode(ino)
-        if ino in self._files or not stat.S_ISREG(row.mode):
-            return
-        image = self._store.images.create()
-        os.close(image.fd)
-        self._store.sync.created(image.id)
-        contents = self._store.contents
-        with self._store.catalog.transaction():
-            contents.add_image(image.id, whole=True)
-            self._store.names.update_inode(ino, image=image.id, manifest=None, size=0)
-            dropped = row.image is not None and not contents.image_is_needed(row.image)
-            if dropped and row.image is not None:
-                contents.drop_image(row.image)
-            if row.manifest is not None:
-                contents.drop_unneeded_manifests([row.manifest])
-        if dropped and row.image is not None:
-            self._store.sync.delete_later(row.image)
 
     def _changing(self, file: OpenFile) -> None:
         """The content is unfinished from now until the last writer closes."""
@@ -474,7 +456,16 @@ class OpenFiles:
         self._drop_if_idle(file)
         self.on_freed(file.ino)
 
+    def _was_read(self, file: OpenFile, offset: int, end: int) -> None:
+        assert file.content is not None
+        end = min(end, file.content.size)
+        file.touched_bytes += sum(last - first for first, last in file.touched.missing(offset, end))
+        file.touched.add(offset, end)
+        self.on_cold_read(file)
+
     def _finish_writing(self, file: OpenFile) -> None:
+        if os.fstat(file.image.fd).st_size >= _SAVE_BYTES:
+            self._saved_at = trio.current_time()
         if file.seen or file.backing is not None:
             self._store.sync.wrote(file.image.id)
         file.seen = None

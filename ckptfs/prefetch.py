@@ -5,18 +5,25 @@ Who calls: the event loop's thread. Cancelling leaves what was fetched; the next
 
 from __future__ import annotations
 
+import errno
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import trio
 
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CkptfsError, StoreFull
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
+from ckptfs.local.room import Room
 
 _FILES_AT_ONCE = 4
 """So that many small files do not cost a round trip each; requests are bounded for all files together."""
+
+_WHAT_TO_DO = (
+    "Make room on that disk, or prefetch less. Reading works without: what does not fit comes from the remote each time"
+)
 
 
 @dataclass
@@ -38,15 +45,17 @@ class Fetching:
         return (self.total_bytes - self.fetched_bytes) / (self.fetched_bytes / elapsed)
 
 
-async def prefetch(filesystem: FileSystem, top: Inode, progress: Fetching) -> None:
+async def prefetch(filesystem: FileSystem, top: Inode, room: Room, progress: Fetching) -> None:
     """Return when every regular file at or below *top* is whole here; *progress* is kept up to date meanwhile.
 
-    Raises NameMissing, ContentUnavailable when the remote does not deliver, OSError when the disk is full.
+    Raises NameMissing, ContentUnavailable when the remote does not deliver, StoreFull, at once when all of it does not
+    fit in *room* now, and later when others took that meanwhile.
     """
     progress.started_s = time.monotonic()
     files = [ino for ino in await _files_below(filesystem, top) if not filesystem.files.is_whole(ino)]
     progress.files = len(files)
     progress.total_bytes = sum([(await filesystem.getattr(ino)).size for ino in files])
+    await _check_room(filesystem, files, room)
     left = iter(files)
     failures: list[Exception] = []
 
@@ -67,7 +76,34 @@ async def prefetch(filesystem: FileSystem, top: Inode, progress: Fetching) -> No
         for _ in range(_FILES_AT_ONCE):
             nursery.start_soon(work)
     if failures:
-        raise failures[0]
+        raise _explained(failures[0], progress)
+
+
+async def _check_room(filesystem: FileSystem, files: Sequence[Inode], room: Room) -> None:
+    """Raises StoreFull when what is missing of *files* does not fit."""
+    most_bytes = sum(filesystem.files.missing_at_most(ino) for ino in files)
+    if most_bytes <= room.free_bytes():  # the usual case, without looking into every file for holes
+        return
+    needed_bytes = sum([await filesystem.files.missing(ino) for ino in files])
+    free_bytes = room.free_bytes()
+    if needed_bytes > free_bytes:
+        raise StoreFull(
+            f"this needs {_size(needed_bytes)}, and {_size(free_bytes)} of the store's disk may be used for it "
+            f"({_size(room.reserve_bytes())} are left to saves). {_WHAT_TO_DO}"
+        )
+
+
+def _explained(error: Exception, progress: Fetching) -> Exception:
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    came, total = _size(progress.fetched_bytes), _size(progress.total_bytes)
+    full = StoreFull(f"the store's disk is full now: {came} of {total} came, and stay. {_WHAT_TO_DO}")
+    full.__cause__ = error
+    return full
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB" if size_bytes < 10 << 30 else f"{size_bytes / (1 << 30):.0f} GiB"
 
 
 async def _files_below(filesystem: FileSystem, top: Inode) -> list[Inode]:

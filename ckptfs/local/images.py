@@ -37,10 +37,16 @@ class Image:
     present: SpanSet | None = None
     unrecorded: list[tuple[bytes, int, int]] = field(default_factory=list)
     """(chunk, offset, length) that were written into the file but have no location row yet: not flushed."""
+    unstored: bool = False
+    """The disk had no room for a file in images/: this is all hole, in memory, and nothing is written into it."""
 
     @property
     def whole(self) -> bool:
         return self.present is None
+
+    def missing(self, start: int, end: int) -> int:
+        """How many bytes of [start, end) are not in the file."""
+        return 0 if self.present is None else sum(b - a for a, b in self.present.missing(start, end))
 
     def exchange(self, fd: int) -> None:
         """Use another descriptor of the same file from now on."""
@@ -83,6 +89,12 @@ class Images:
                 self.path(image).parent.mkdir(exist_ok=True, mode=0o700)
             except FileExistsError:
                 continue
+
+    def unstored(self, size: int) -> Image:
+        """An image of *size* that takes nothing of the disk, and no bytes."""
+        fd = os.memfd_create("ckptfs-unstored", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        return Image(ImageId(new_image_id()), fd, unstored=True)
 
     def open(self, image: ImageId, *, writing: bool = False) -> int:
         """A descriptor, for reading only unless *writing*: one that may write counts as a writer (`leases`).

@@ -100,10 +100,13 @@ class Manifests:
         try:
             manifest = await self._get(digest, body)
             cached, encoded = await trio.to_thread.run_sync(_prepare, manifest)
-            await self._learn(manifest)
-            # Last, so that a manifest whose body is there has its places there too.
-            if self._contents.manifest_by_digest(digest) is not None:
-                self._contents.set_manifest_body(row, encoded)
+            try:
+                await self._learn(manifest)
+                # Last, so that a manifest whose body is there has its places there too.
+                if self._contents.manifest_by_digest(digest) is not None:
+                    self._contents.set_manifest_body(row, encoded)
+            except OSError as error:  # a full disk: memory has it, and the remote when it is needed again
+                log.warning("manifest %s is not kept: %s", digest.hex(), error)
             self._keep(digest, cached)
             return cached
         finally:

@@ -21,6 +21,7 @@ from ckptfs.local.catalog.heads import Heads
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.catalog.totals import Pending, Totals
 from ckptfs.local.images import Image
+from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.replica import sets
 from ckptfs.replica.bound import BoundStore
@@ -52,6 +53,7 @@ class Files(Protocol):
     def open_logs(self) -> list[OpenLog]: ...
     def forget_writes(self, ino: Inode) -> None: ...
     def is_changing(self, ino: Inode) -> bool: ...
+    def is_saving(self) -> bool: ...
     def content_replaced(self, ino: Inode) -> None: ...
     def purge_if_gone(self, ino: Inode) -> None: ...
     def release_image(self, image: ImageId) -> None: ...
@@ -107,7 +109,8 @@ class Replica:
             store.catalog, remote, self.merger, writer=lambda: store.writer, lag_s=store.settings.lag_s
         )
         self.tombstones = TombstoneCollector(store, self.follower)
-        self.hydrator = Hydrator(store.catalog, store.images, remote, tuning)
+        self.room = Room(store.path, lambda: files().is_saving())
+        self.hydrator = Hydrator(store.catalog, store.images, remote, tuning, self.room)
         self.on_remote_change: Callable[[Inode], None] = lambda ino: None
         """Called with an inode whose content another writer replaced: cached pages are stale."""
         self.logs.on_sealed = lambda ino, unchanged: self.settler.sealed(ino, provisional=True, unchanged=unchanged)
@@ -162,6 +165,13 @@ class Replica:
     def image_idle(self, image: Image) -> None:
         """Nobody has *image* open any more, but chunks that were fetched into it are not recorded yet."""
         self._idle_images.append(image)
+
+    def reclaim(self, image: ImageId) -> Image | None:
+        """Give back an idle image that is not being recorded yet: somebody opens it."""
+        found = next((each for each in self._idle_images if each.id == image), None)
+        if found is not None:
+            self._idle_images.remove(found)
+        return found
 
     # What the file system asks (TreeSource)
 

@@ -30,6 +30,8 @@ _TRAINER_TEMPORARY = re.compile(rb"tmp-checkpoint-").match
 _TRAINER = re.compile(rb"checkpoint-\d+").fullmatch
 _DEEPSPEED = re.compile(rb"global_step(\d+)").fullmatch
 _SHARD = re.compile(rb"(.+)-(\d{5,})-of-(\d{5,})\.(safetensors|bin)").fullmatch
+_LAYER = re.compile(rb"layers?[-_.]?\d+.*").fullmatch
+_NUMBER = re.compile(rb"(\d+)")
 _INDEX = re.compile(rb".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json").fullmatch
 _LOG = re.compile(rb"events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _TELLING = re.compile(
@@ -80,6 +82,29 @@ def judge(name: bytes, names: Collection[bytes], read: Read, sibling: Read) -> V
 def is_set(name: bytes, names: Collection[bytes]) -> bool:
     """Whether directory *name* that holds *names* is one checkpoint, complete or not."""
     return _is_temporary(name) or _kind(name, names) is not None
+
+
+def shards(name: bytes, file: bytes, names: Collection[bytes]) -> list[bytes]:
+    """Those of *names* in directory *name* among which one checkpoint is split, *file* being one, by their numbers.
+
+    Empty where that is not known: files like step-100.pt and step-200.pt are no parts of one thing.
+    """
+    shard = _SHARD(file)
+    if shard:
+        pattern = rb"%s-\d{%d}-of-%s\.%s" % (re.escape(shard[1]), len(shard[2]), shard[3], shard[4])
+    elif file.endswith(b".distcp"):
+        pattern = rb".*\.distcp"
+    elif _LAYER(file) or _DEEPSPEED(name):
+        pattern = rb"\d+".join(map(re.escape, _NUMBER.split(file)[::2]))
+    else:
+        return []
+    found = [each for each in names if re.fullmatch(pattern, each, re.DOTALL)]
+    return sorted(found, key=_by_numbers) if len(found) > 1 else []
+
+
+def _by_numbers(name: bytes) -> list[tuple[int, bytes]]:
+    parts = _NUMBER.split(name)
+    return [(int(part), b"") if index % 2 else (0, part) for index, part in enumerate(parts)]
 
 
 def is_temporary_below(path: Collection[bytes]) -> bool:

@@ -73,7 +73,10 @@ def wait(path: str, target: str, timeout: float | None, as_json: bool) -> None:
 @click.argument("path")
 @JSON
 def prefetch(path: str, as_json: bool) -> None:
-    """Bring every file under PATH to this disk now, so that reading it never waits for the remote."""
+    """Bring every file under PATH to this disk now, so that reading it never waits for the remote.
+
+    Nothing is fetched when all of it does not fit on the store's disk; reading works all the same.
+    """
     with Waiting("fetching", quiet=as_json) as waiting:
         answer = ask_about(path, "prefetch", waiting.show)
     if as_json:

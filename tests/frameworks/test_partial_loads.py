@@ -5,6 +5,7 @@ Counted at the server's door, everything included: heads, trees, manifests, the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 
 from tests.frameworks.conftest import QUICK, MakeSite
 from tests.support.mounts import Site
-from tests.support.proxy import FaultProxy
+from tests.support.proxy import FaultProxy, Faults
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
@@ -46,6 +47,10 @@ def tensor(seed: int, rows: int) -> Any:
     return torch.from_numpy(np.random.default_rng(seed).integers(-(1 << 31), 1 << 31, (rows, COLUMNS), np.int32))
 
 
+def shard(number: int) -> str:
+    return f"model-{number:05d}-of-00002.safetensors"
+
+
 def state(rows: int) -> dict[str, Any]:
     """Three layers, small tensors among the large."""
     made: dict[str, Any] = {}
@@ -62,6 +67,16 @@ def two_tensors(path: Path, rows: int) -> Touched:
         for name, expected in (("layer.1.weight", tensor(1, rows)), ("layer.2.projection", tensor(12, rows // 3))):
             assert torch.equal(file.get_tensor(name), expected)
     return Touched((rows + rows // 3) * COLUMNS * 4, 2)
+
+
+def most_of_a_shard(path: Path, rows: int) -> Touched:
+    """Two layers of three: enough for the next shard to begin to come."""
+    with safetensors.safe_open(path / "set" / shard(1), "pt") as file:
+        for layer in range(2):
+            assert torch.equal(file.get_tensor(f"layer.{layer}.weight"), tensor(layer, rows))
+            assert torch.equal(file.get_tensor(f"layer.{layer}.projection"), tensor(10 + layer, rows // 3))
+    time.sleep(1)  # for what comes unasked
+    return Touched(2 * (rows + rows // 3) * COLUMNS * 4, 2)
 
 
 def one_slice(path: Path, rows: int) -> Touched:
@@ -104,13 +119,16 @@ def the_header(path: Path, rows: int) -> Touched:
     return Touched(0, 0)
 
 
-LOADS = [two_tensors, one_slice, rows_of_a_map, mapped_torch, one_of_an_npz, the_header]
+LOADS = [two_tensors, most_of_a_shard, one_slice, rows_of_a_map, mapped_torch, one_of_an_npz, the_header]
 Load = Callable[[Path, int], Touched]
 
 
 def save(site: Site, rows: int) -> None:
     made = state(rows)
     safetensors_torch.save_file(made, site.mountpoint / "model.safetensors")
+    (site.mountpoint / "set").mkdir()
+    for number in (1, 2):
+        safetensors_torch.save_file(made, site.mountpoint / "set" / shard(number), {"shard": str(number)})
     torch.save(made, site.mountpoint / "model.pt")
     np.savez(site.mountpoint / "model.npz", **{name: each.numpy() for name, each in made.items()})
     np.save(site.mountpoint / "array.npy", tensor(20, 2 * rows).numpy())
@@ -139,6 +157,29 @@ def test_partial_loads_fetch_what_they_touch(
         came, touched = fetched(site, url, network, process, load, SMALL)
         found[load.__name__] = (came / MIB, (touched.bytes * 17 / 16 + EDGE * (touched.ranges + 1)) / MIB)
     assert {name: each for name, each in found.items() if each[0] > each[1]} == {}, found
+
+
+def first_tensor(path: Path, rows: int) -> float:
+    """Seconds until the first tensor of a file is there."""
+    started = time.monotonic()
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("layer.0.norm"), torch.full((COLUMNS,), 0))
+    return time.monotonic() - started
+
+
+def test_the_first_tensor_does_not_wait_for_the_file(
+    machine: MakeSite, url: str, network: FaultProxy, process: ProcessPoolExecutor
+) -> None:
+    """On a line that takes 12 s for the file: manifest, header, tensor."""
+    here, there = machine("here"), machine("there", endpoint=network.endpoint)
+    here.mount("--remote", url, *QUICK)
+    safetensors_torch.save_file(state(SMALL), here.mountpoint / "model.safetensors")
+    here.umount()
+    there.mount("--remote", url, "--read-only", *QUICK)
+    network.faults = Faults(latency_s=0.05, down_bytes_per_s=4 * MIB)
+    assert process.submit(first_tensor, there.mountpoint, SMALL).result(60) < 3.0
+    network.heal()
+    there.umount("--no-wait")
 
 
 @pytest.mark.slow

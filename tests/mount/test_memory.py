@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,22 +11,11 @@ import pytest
 
 import ckptfs
 from tests.conftest import Bucket
-from tests.support.mounts import Site
+from tests.support.mounts import Site, peak_bytes, resident_bytes
 
 MIB = 1 << 20
 MOST_BYTES = 256 * MIB
 _BLOCK = 64 * MIB
-
-
-def peak_bytes(pid: int) -> int:
-    """The most that process *pid* ever had resident."""
-    return _status(pid, "VmHWM")
-
-
-def _status(pid: int, field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 @pytest.fixture
@@ -138,11 +126,11 @@ def test_nothing_grows_with_operations(sites: tuple[Site, Site], bucket: Bucket)
     site.mount("--remote", f"{bucket.url}/run", "--settle", "1s")
     work(site.mountpoint, 4_000)
     assert ckptfs.wait(site.mountpoint, "replicated", 60)
-    before, descriptors = _status(site.pid(), "VmRSS"), open_files(site.pid())
+    before, descriptors = resident_bytes(site.pid()), open_files(site.pid())
     for _ in range(4):
         work(site.mountpoint, 4_000)
         assert ckptfs.wait(site.mountpoint, "replicated", 60)
-    growth = _status(site.pid(), "VmRSS") - before
+    growth = resident_bytes(site.pid()) - before
     assert growth < 12 * MIB, f"{growth / MIB:.1f} MiB more than {before / MIB:.1f} MiB"
     assert abs(open_files(site.pid()) - descriptors) <= 4, "descriptors leak"  # connections to the remote come and go
 

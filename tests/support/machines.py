@@ -41,12 +41,17 @@ class Machines:
         by: FaultProxy | None = None,
         tuning: Mapping[str, object] | None = TINY,
         settings: Mapping[str, object] | None = None,
+        store: Path | None = None,
     ) -> Site:
-        """A machine that is not mounted yet, going through the proxy *by*; *settings* are what its store remembers."""
+        """A machine that is not mounted yet, going through the proxy *by*; *settings* are what its store remembers.
+
+        *store* is where that lies, if not with the rest.
+        """
         environment = dict(self._bucket.environment)
         if by is not None:
             environment["AWS_ENDPOINT_URL"] = by.endpoint
         made = self._stack.enter_context(Site(self._directory, environment=environment, name=name))
+        made.store = store or made.store
         made.store.mkdir(mode=0o700, parents=True)
         document = {**(settings or {}), "tuning": dict(tuning or {})}
         (made.store / "settings.json").write_text(json.dumps(document))

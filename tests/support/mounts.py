@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -217,6 +218,22 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> 
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
         time.sleep(0.02)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most that process *pid* ever had resident."""
+    return _memory(pid, "VmHWM")
+
+
+def resident_bytes(pid: int) -> int:
+    """What process *pid* has resident now."""
+    return _memory(pid, "VmRSS")
+
+
+def _memory(pid: int, field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def _is_passed_on(variable: str) -> bool:

@@ -26,6 +26,7 @@ from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Image, Images
+from ckptfs.local.room import Room
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.spans import SpanSet
 from tests.support.memory import MemoryStore
@@ -42,6 +43,21 @@ TUNING = Tuning(
 )
 
 
+class FixedRoom(Room):
+    """Room as a test wants it; None is that of the real disk."""
+
+    fixed: int | None = None
+    image: Image | None = None
+    """What is in it takes some of that."""
+
+    def _look(self) -> tuple[int, int]:
+        if self.fixed is None:
+            return super()._look()
+        taken = self.image.present.total if self.image and self.image.present is not None else 0
+        free = self.fixed - taken - self._coming_bytes
+        return free, free - 100 * PIECE
+
+
 class Disk:
     """A store's catalog and images, and a remote with files in packs."""
 
@@ -52,8 +68,12 @@ class Disk:
         self.images = Images(path / "images")
         self.remote = MemoryStore()
         self.full = False
+        self.tried = 0
+        """How often something was written to an image."""
         self.open: list[Image] = []
-        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, write=self._write)
+        self.saving = False
+        self.room = FixedRoom(path, lambda: self.saving)
+        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, self.room, write=self._write)
         with self.catalog.transaction() as db:
             db.execute(
                 "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
@@ -62,6 +82,7 @@ class Disk:
             )
 
     def _write(self, fd: int, data: bytes | bytearray, offset: int) -> int:
+        self.tried += 1
         if self.full:
             raise OSError(errno.ENOSPC, "no space left on device")
         return os.pwrite(fd, data, offset)
@@ -335,8 +356,11 @@ def test_an_outage_is_waited_out_up_to_the_timeout(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_full_disk_still_serves_reads(disk: Disk) -> None:
-    """When the image cannot be written, `read` gives the bytes anyway and fetches a chunk once for many reads."""
+def test_a_disk_that_takes_nothing_still_serves_reads(disk: Disk) -> None:
+    """When the image cannot be written, `read` gives the bytes anyway and fetches a chunk once for many reads.
+
+    The disk is not tried for each of them.
+    """
     data = noise(4 * PIECE)
     row = disk.publish(data)
 
@@ -348,6 +372,7 @@ def test_a_full_disk_still_serves_reads(disk: Disk) -> None:
         for start in range(0, 4 * PIECE, 250):
             assert await disk.hydrator.read(image, content, start, start + 250) == data[start : start + 250]
         assert image.unrecorded == [] and image.present is not None and not image.present.total
+        assert len(disk.gets()) <= 5 and disk.tried == 1
         disk.full = False
         await disk.hydrator.ensure(image, content, 0, content.size)
         await disk.hydrator.record(image)
@@ -391,5 +416,129 @@ def test_closing_the_image_does_not_misdirect_a_fetch(disk: Disk) -> None:
                 await trio.sleep(0.005)
         assert os.fstat(other.fd).st_size == 0
         assert disk.images.path(image.id).read_bytes()[10 * PIECE :] == data[10 * PIECE :]
+
+    run(disk, test)
+
+
+def test_what_does_not_fit_is_served_from_memory(disk: Disk) -> None:
+    """Reading fills the disk up to its room, and goes on past it: every chunk is fetched about once."""
+    data = noise(60 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.room.fixed, disk.room.image = 20 * PIECE, image
+        for start in range(0, len(data), 250):
+            disk.hydrator.read_ahead(image, content, 0, start)
+            assert await disk.hydrator.read(image, content, start, start + 250) == data[start : start + 250]
+        assert image.present is not None and 15 * PIECE <= image.present.total <= 20 * PIECE
+        assert sum(length for _, length in disk.gets()) <= 1.1 * len(data)
+        disk.room.fixed = 100 * PIECE
+        await disk.hydrator.ensure(image, content, 0, len(data))
+        await disk.hydrator.record(image)
+        assert image.whole and os.pread(image.fd, len(data), 0) == data
+
+    run(disk, test)
+
+
+def test_readers_share_what_comes_into_memory(disk: Disk) -> None:
+    """Eight readers at once, without any room: each chunk is fetched once."""
+    data = noise(20 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.room.fixed = 0
+
+        async def read() -> None:
+            for start in range(0, len(data), 500):
+                assert await disk.hydrator.read(image, content, start, start + 500) == data[start : start + 500]
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(read)
+        assert len(disk.gets()) == 20
+
+    run(disk, test)
+
+
+def test_what_must_be_stored_is_refused_before_it_is_fetched(disk: Disk) -> None:
+    """`ensure` of more than fits is ENOSPC at once; what a reader has in memory is fetched again when it fits."""
+    data = noise(10 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.room.fixed = 9 * PIECE
+        with pytest.raises(OSError) as refused:
+            await disk.hydrator.ensure(image, content, 0, len(data))
+        assert refused.value.errno == errno.ENOSPC and disk.gets() == []
+        disk.room.fixed = 0
+        assert await disk.hydrator.read(image, content, 0, len(data)) == data
+        disk.room.fixed = 10 * PIECE
+        await disk.hydrator.ensure(image, content, 0, len(data))
+        assert os.pread(image.fd, len(data), 0) == data
+
+    run(disk, test)
+
+
+def test_while_something_is_saved_the_disk_is_left_to_it(disk: Disk) -> None:
+    """Reads are served from memory; a writer's own file comes to the disk; who fetches for later waits for the end."""
+    data = noise(10 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.room.fixed, disk.saving = 50 * PIECE, True
+        assert await disk.hydrator.read(image, content, 0, 5 * PIECE) == data[: 5 * PIECE]
+        assert image.present is not None and image.present.total == 0
+        await disk.hydrator.ensure(image, content, 0, PIECE)
+        assert image.present.total == PIECE
+        with trio.move_on_after(0.05) as waiting:
+            await disk.hydrator.room_for(image, content, 0, 2 * PIECE)
+        assert waiting.cancelled_caught
+        disk.saving = False
+        with trio.fail_after(5):
+            await disk.hydrator.room_for(image, content, 0, 2 * PIECE)
+        disk.room.fixed = 8 * PIECE
+        with pytest.raises(OSError, match="No space left"):
+            await disk.hydrator.room_for(image, content, 0, len(data))
+
+    run(disk, test)
+
+
+def test_what_is_on_its_way_is_not_asked_room_for_again(disk: Disk) -> None:
+    """A file that just fits is fetched part by part, each begun before it is waited for."""
+    data = noise(10 * PIECE)
+    row = disk.publish(data)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        disk.room.fixed, disk.room.image = 10 * PIECE, image
+        for start in (0, 5 * PIECE):
+            await disk.hydrator.room_for(image, content, start, len(data))
+            disk.hydrator.begin(image, content, start + 5 * PIECE, len(data))
+            disk.hydrator.begin(image, content, start, start + 5 * PIECE)
+            await disk.hydrator.room_for(image, content, start, len(data))
+            await disk.hydrator.ensure(image, content, start, start + 5 * PIECE)
+        assert os.pread(image.fd, len(data), 0) == data
+
+    run(disk, test)
+
+
+def test_an_image_that_could_not_be_made_is_read(disk: Disk) -> None:
+    """Its bytes come from memory whatever room there is by now, and nothing is written into it."""
+    data = noise(5 * PIECE) + bytes(3000) + noise(PIECE, 2)
+    row = disk.publish(data, holes=((5 * PIECE, 5 * PIECE + 3000),))
+
+    async def test() -> None:
+        content = await disk.hydrator.content(row)
+        image = disk.images.unstored(content.size)
+        image.present = SpanSet(content.holes)
+        disk.open.append(image)
+        assert await disk.hydrator.read(image, content, 0, len(data)) == data
+        with pytest.raises(OSError, match="No space left"):
+            await disk.hydrator.ensure(image, content, 0, 1)
+        assert os.fstat(image.fd).st_blocks == 0
 
     run(disk, test)

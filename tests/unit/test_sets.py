@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckptfs.replica.sets import is_set, is_set_name, is_telling, is_temporary_below, judge
+from ckptfs.replica.sets import is_set, is_set_name, is_telling, is_temporary_below, judge, shards
 
 
 def verdict(name: bytes, names: set[bytes], files: dict[bytes, bytes] | None = None, latest: bytes | None = None):
@@ -90,3 +90,22 @@ def test_quick_checks() -> None:
     assert is_set_name(b"checkpoint-9") and is_set_name(b"latest") and not is_set_name(b"model.pt")
     assert is_temporary_below([b"out", b"7.orbax-checkpoint-tmp-1"]) and not is_temporary_below([b"out", b"7"])
     assert is_set(b"checkpoint-1", set()) and not is_set(b"out", {b"model.pt"})
+
+
+@pytest.mark.parametrize(
+    ("directory", "file", "others", "expected"),
+    [
+        (b"m", b"model-00002-of-00003.safetensors", [b"model-00001-of-00003.safetensors", b"a-00001-of-00003.bin"],
+         [b"model-00001-of-00003.safetensors", b"model-00002-of-00003.safetensors"]),
+        (b"m", b"__10_0.distcp", [b"__2_0.distcp", b".metadata"], [b"__2_0.distcp", b"__10_0.distcp"]),
+        (b"global_step5", b"mp_rank_01_model_states.pt", [b"mp_rank_00_model_states.pt", b"mp_rank_00_optim_states.pt"],
+         [b"mp_rank_00_model_states.pt", b"mp_rank_01_model_states.pt"]),
+        (b"m", b"layer_01-model_00.pt", [b"layer_00-model_00.pt"], [b"layer_00-model_00.pt", b"layer_01-model_00.pt"]),
+        (b"m", b"step-100.pt", [b"step-200.pt"], []),
+        (b"m", b"model.safetensors", [b"optimizer.pt"], []),
+        (b"m", b"model-00001-of-00001.safetensors", [b"config.json"], []),
+    ],
+)  # fmt: skip
+def test_shards_of_one_thing(directory: bytes, file: bytes, others: list[bytes], expected: list[bytes]) -> None:
+    """Which files hold parts of one thing, in the order of their numbers; steps beside each other are no parts."""
+    assert shards(directory, file, [file, *others]) == expected

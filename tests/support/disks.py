@@ -1,0 +1,63 @@
+"""A small real disk: an ext4 file system in a file, mounted through a loop device, always unmounted again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_COMMAND_S = 30.0
+
+
+@contextmanager
+def small_disk(directory: Path, size_mib: int) -> Iterator[Path]:
+    """The mountpoint of an empty ext4 of *size_mib* below *directory*; skips the test where that cannot be made.
+
+    The loop device goes with the mount (autoclear). What still uses the disk at the end is detached from it.
+    """
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("a loop-mounted disk takes root and mkfs.ext4")
+    file, top = directory / "disk.ext4", directory / "disk"
+    top.mkdir()
+    with open(file, "wb") as disk:
+        disk.truncate(size_mib << 20)
+    try:
+        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(file))
+        done = _run("mount", "-o", "loop", str(file), str(top), check=False)
+        if done.returncode:
+            pytest.skip(f"a loop device cannot be mounted here: {done.stderr.strip()}")
+        try:
+            yield top
+        finally:
+            if _run("umount", str(top), check=False).returncode:
+                _run("umount", "--lazy", str(top))
+    finally:
+        file.unlink()
+
+
+def free_bytes(top: Path) -> int:
+    disk = os.statvfs(top)
+    return disk.f_bavail * disk.f_frsize
+
+
+@contextmanager
+def filled(top: Path, leaving: int = 0) -> Iterator[None]:
+    """Meanwhile *leaving* bytes are free on the disk of *top*, no more."""
+    filler = top / "filler"
+    with open(filler, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 1)
+        while (left := free_bytes(top) - leaving) >= 4096:
+            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, min(left, 16 << 20))
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=check)
