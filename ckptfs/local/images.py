@@ -63,6 +63,8 @@ class Images:
         self.directory = directory
         directory.mkdir(exist_ok=True, mode=0o700)
         self._root = os.fspath(directory)
+        self._new_folders = True
+        """Whether a folder may not have been flushed; an earlier process may have made some."""
         self._made = random.randrange(_FOLDERS) * _IN_A_ROW
 
     def path(self, image: ImageId) -> Path:
@@ -87,6 +89,7 @@ class Images:
                 return Image(image, os.open(self.file(image), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             except FileNotFoundError:
                 self.path(image).parent.mkdir(exist_ok=True, mode=0o700)
+                self._new_folders = True
             except FileExistsError:
                 continue
 
@@ -112,12 +115,20 @@ class Images:
 
     def sync_directories(self, images: Iterable[ImageId]) -> None:
         """Make the directory entries of new images survive a power cut, each directory once."""
-        for directory in (*{os.path.dirname(self.file(image)) for image in images}, self._root):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        directories = {os.path.dirname(self.file(image)) for image in images}
+        new_folders, self._new_folders = self._new_folders, False
+        if new_folders:
+            directories.add(self._root)
+        try:
+            for directory in directories:
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        except OSError:
+            self._new_folders |= new_folders
+            raise
 
     def ids(self) -> Iterator[ImageId]:
         """Every image file on disk."""
