@@ -81,6 +81,25 @@ def test_unrecognised_settles_by_time(tmp_path: Path) -> None:
     settling(tmp_path / "s", test)
 
 
+def test_a_stall_of_our_own_is_not_quiet(tmp_path: Path) -> None:
+    """When the loop was held up, so were the requests that would have told of more: they come first."""
+
+    async def test(here: Watched) -> None:
+        await here.write("shard0", b"x")
+        await trio.sleep(1)
+        clock = trio.lowlevel.current_clock()
+        assert isinstance(clock, MockClock)
+        clock.jump(20)
+        await trio.testing.wait_all_tasks_blocked()
+        await here.write("shard1", b"x")
+        assert here.taken == []
+        await trio.sleep(60)
+        assert here.times == [21 + 5.0]
+        assert here.taken[0][2] == {"shard0", "shard1"}
+
+    settling(tmp_path / "s", test)
+
+
 def test_open_file_holds_back(tmp_path: Path) -> None:
     """Nothing is cut while a new file is being written, however long its pauses; then at its close."""
 
