@@ -176,8 +176,8 @@ def _show(document: dict[str, Any]) -> None:
     ]  # fmt: skip
     saves = document["saves"]
     if saves["files"]:
-        rows.append(("saving", f"programs waited {saves['blocked_s']:.2f} s for {files(saves['files'])}, "
-                               f"{saves['longest_s']:.2f} s at longest"))  # fmt: skip
+        rows.append(("saving", f"programs waited {_briefly(saves['blocked_s'])} for {files(saves['files'])}, "
+                               f"{_briefly(saves['longest_s'])} at longest"))  # fmt: skip
     if document["remote"] is not None:
         rows.append(("pending", pending({**_pending(document), "eta_s": risk["eta_s"]})))
         rows.append(("last success", ago(document["last_success_at_s"])))
@@ -187,6 +187,10 @@ def _show(document: dict[str, Any]) -> None:
                           f"{size(sizes['on_remote'])} on the remote"))  # fmt: skip
     for name, value in rows:
         console.print(Text(f"{name:<13}", style="dim") + Text(value))
+
+
+def _briefly(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _lost(document: dict[str, Any]) -> str:

@@ -159,7 +159,7 @@ def test_the_labels_of_status_do_not_outshine_the_verdict(monkeypatch: pytest.Mo
     assert verdict.startswith("\x1b[1;31mIf this machine vanished now")
     assert len(rows) >= 5 and all(row.startswith("\x1b[2m") for row in rows)
     assert any("state" in row and "/ is sealed" in row for row in rows)
-    assert any("waited 1.50 s for 2 files, 0.75 s at longest" in row for row in rows)
+    assert any("waited 1.5 s for 2 files, 750 ms at longest" in row for row in rows)
 
 
 def test_every_command_explains_itself() -> None:
