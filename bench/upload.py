@@ -36,7 +36,7 @@ from bench import bucket, machine  # noqa: E402
 from bench.figures import console, names, spread, table, turns  # noqa: E402
 from bench.machine import GIB, MIB, Clock  # noqa: E402
 from ckptfs.client import ask  # noqa: E402
-from ckptfs.config import Settings, Tuning  # noqa: E402
+from ckptfs.config import Settings  # noqa: E402
 from tests.support.seaweed import Seaweed  # noqa: E402
 
 _TENSORS = 16
@@ -109,7 +109,7 @@ class Sender:
         """Those of the latest upload."""
 
     def raw(self, result: Results) -> None:
-        target, connections = self._server.create_bucket("raw"), Tuning().upload_threads
+        target, connections = self._server.create_bucket("raw"), most_connections()
         s3 = bucket.client(connections)
         with Clock([os.getpid()]) as sending, Clock(self._server_pids) as serving:
             bucket.put(s3, target, self._packs, connections)
@@ -151,6 +151,12 @@ class Sender:
                 arrive(directory / "model.safetensors")
         shutil.rmtree(store)
         result.add(sending, serving)
+
+
+def most_connections() -> int:
+    """Over which ckptfs sends packs, once it has found out that the remote takes them."""
+    tuning = Settings().tuned
+    return min(tuning.upload_most, tuning.upload_bytes // tuning.pack_bytes)
 
 
 def until_readable(path: Path, size_bytes: int) -> None:

@@ -1,16 +1,50 @@
 """Settings, as frozen dataclasses; the reason stands beside every default.
 
 `Settings` is what a store remembers between mounts (settings.json). `Tuning` is what tests make tiny so that kilobytes
-cross every boundary, and what few users should touch.
+cross every boundary, and what few users should touch. What it says of memory follows from `Settings.memory_bytes`, by
+`within_memory`.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 KIB = 1 << 10
 MIB = 1 << 20
+
+LEAST_MEMORY_BYTES = 192 * MIB
+"""Half of what is shared out by default: three packs on their way, and a short read-ahead."""
+_DEFAULT_MEMORY_BYTES, _LARGEST_DEFAULT_BYTES = 256 * MIB, 1024 * MIB
+_MEMORY_SHARE = 128
+"""By default we take one part in so many of the machine's memory, within these bounds."""
+_STANDING_BYTES = 128 * MIB
+"""What the daemon and its background process take before they hold a byte of anybody's files."""
+_CONNECTIONS = 32
+"""More than the remote's client keeps open would be made anew for each request."""
+
+
+def default_memory_bytes() -> int:
+    """256 MiB; more on machines with more than 32 GiB, up to 1 GiB."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(machine // _MEMORY_SHARE, _DEFAULT_MEMORY_BYTES), _LARGEST_DEFAULT_BYTES)
+
+
+def within_memory(memory_bytes: int) -> Mapping[str, int]:
+    """The fields of a `Tuning` that share out *memory_bytes*, which the daemon and its background process may take.
+
+    Uploading and reading seldom need the most at the same moment, and packs on their way back are gone in a moment, so
+    that together these may be more than there is: at 256 MiB, uploads take 96 MiB, and range requests 64 MiB.
+    """
+    shared = max(memory_bytes, LEAST_MEMORY_BYTES) - _STANDING_BYTES
+    return {
+        "upload_bytes": shared * 3 // 4,
+        "fetch_threads": min(shared // (16 * MIB), _CONNECTIONS),
+        "readahead_bytes": shared // 2,
+        "kept_bytes": shared * 5 // 16,
+        "kept_ahead_bytes": shared * 3 // 16,
+    }
 
 
 def usable_cores() -> int:
@@ -41,9 +75,11 @@ class Tuning:
     tree_entries: int = 4096
     """Entries per tree object before it is split."""
     upload_threads: int = 4
-    """Packs on their way at once ..."""
+    """Packs on their way at once in the beginning (the remote decides how it goes on), and small objects always ..."""
+    upload_most: int = _CONNECTIONS
+    """... packs at most ..."""
     upload_bytes: int = 96 * MIB
-    """... and the bytes in them, at most: a third of what the daemon may take."""
+    """... and the bytes in all that are in memory, at most."""
     encode_threads: int = field(default_factory=lambda: max(2, usable_cores()))
     fetch_threads: int = 8
     """Range requests at once while reading from the remote."""
@@ -54,6 +90,10 @@ class Tuning:
     """Bytes worth fetching in vain to save one request."""
     readahead_bytes: int = 64 * MIB
     """How far ahead of a sequential reader chunks are fetched, at most."""
+    kept_bytes: int = 40 * MIB
+    """Raw chunks kept in memory while the disk has no room for them ..."""
+    kept_ahead_bytes: int = 24 * MIB
+    """... of which so much was fetched ahead, or is on its way: six times what a line of 1 Gb/s and 30 ms holds."""
     sync_every_s: float = 5.0
     """A closed file is durable after this long unasked, as on ext4."""
     retry_first_s: float = 0.5
@@ -88,4 +128,20 @@ class Settings:
     """... or this long after an fsync."""
     stop_timeout_s: float = 25.0
     """After SIGTERM, how long to go on draining; Kubernetes and Slurm kill after 30 s."""
+    memory_bytes: int | None = None
+    """What the daemon and its background process may take together, with packs on their way; None for a share of what
+    the machine has."""
     tuning: Tuning = field(default_factory=Tuning)
+
+    @property
+    def memory_in_force(self) -> int:
+        """Bytes."""
+        return default_memory_bytes() if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def tuned(self) -> Tuning:
+        """`tuning`, with what follows from the memory that we may take, where nobody set it to something else."""
+        usual = Tuning()
+        shares = within_memory(self.memory_in_force).items()
+        unset = {name: value for name, value in shares if getattr(self.tuning, name) == getattr(usual, name)}
+        return replace(self.tuning, **unset)

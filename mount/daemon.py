@@ -108,7 +108,10 @@ class Daemon:
             "read_only": self._order.read_only,
             "offline": self._order.offline,
             "remote": self._settings.remote,
-            "settings": {name: getattr(self._settings, name) for name in REMEMBERED},
+            "settings": {
+                **{name: getattr(self._settings, name) for name in REMEMBERED},
+                "memory_bytes": self._settings.memory_in_force,
+            },
             "passthrough": self._passthrough.describe(),
         }
 

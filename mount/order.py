@@ -21,7 +21,9 @@ EXIT_PENDING = 3
 """Exit status of commands that did what they should, but something is not safe yet."""
 
 
-REMEMBERED = ("owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s")
+REMEMBERED = (
+    "owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s", "memory_bytes",
+)  # fmt: skip
 """Fields of an `Order` that become settings of the store, under the same names."""
 
 
@@ -42,6 +44,7 @@ class Order:
     lag_s: float | None = None
     max_lag_s: float | None = None
     stop_timeout_s: float | None = None
+    memory_bytes: int | None = None
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -28,7 +28,7 @@ from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.chunks import ChunkFetcher, Wanted
 from ckptfs.replica.flights import Flight, Flights, Purpose
-from ckptfs.replica.kept import AHEAD_BYTES, KeptChunks, Raw
+from ckptfs.replica.kept import KeptChunks, Raw
 from ckptfs.replica.manifests import Manifests
 from ckptfs.replica.readahead import window_end
 
@@ -69,7 +69,7 @@ class Hydrator:
         self.fetcher = ChunkFetcher(
             self._contents, Packs(catalog), images, self._manifests, retrying, tuning, limiter, write
         )
-        self._kept = KeptChunks()
+        self._kept = KeptChunks(tuning.kept_bytes, tuning.kept_ahead_bytes)
         self._flights = Flights(self.fetcher, room, self._kept)
         self._asked: OrderedDict[tuple[ImageId, int], int] = OrderedDict()
         """How far ahead of a run of reads, known by its start, chunks were asked for: an offset in the file."""
@@ -148,7 +148,7 @@ class Hydrator:
         asked = self._asked.get((image.id, run_start), position)
         most = self._tuning.readahead_bytes
         if image.unstored or not self._room.has(most):
-            most = min(most, AHEAD_BYTES // 2)
+            most = min(most, self._tuning.kept_ahead_bytes // 2)
         if not position <= asked <= position + most:
             asked = position
         end = window_end(content, run_start, position, most)

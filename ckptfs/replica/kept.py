@@ -10,15 +10,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ckptfs.config import MIB
 from ckptfs.ids import ChunkId
 
 Raw = bytes | bytearray
 
-KEPT_BYTES = 40 * MIB
-"""All of them: a sixth of what the daemon may take."""
-AHEAD_BYTES = 24 * MIB
-"""Those fetched ahead, with what is on its way: six times what a line of 1 Gb/s and 30 ms holds."""
 _UNREAD_S = 10.0
 """Whoever they were fetched for reads no more."""
 
@@ -26,8 +21,10 @@ _UNREAD_S = 10.0
 class KeptChunks:
     """Chunks by id; `coming_bytes` of others are on their way."""
 
-    def __init__(self, most_bytes: int = KEPT_BYTES, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most_bytes: int, ahead_bytes: int, *, now: Callable[[], float] = time.monotonic) -> None:
+        """*ahead_bytes* of them at most were fetched ahead, or are on their way."""
         self._most_bytes = most_bytes
+        self._ahead_bytes = ahead_bytes
         self._now = now
         self._read: OrderedDict[ChunkId, Raw] = OrderedDict()
         self._unread: OrderedDict[ChunkId, tuple[Raw, float]] = OrderedDict()
@@ -68,7 +65,7 @@ class KeptChunks:
         """Whether so many bytes more may be fetched ahead."""
         while self._unread and self._now() - next(iter(self._unread.values()))[1] > _UNREAD_S:
             self._now_read(next(iter(self._unread)))
-        return self._unread_bytes + self.coming_bytes + length <= min(AHEAD_BYTES, self._most_bytes * 2 // 3)
+        return self._unread_bytes + self.coming_bytes + length <= self._ahead_bytes
 
     def _now_read(self, chunk: ChunkId) -> None:
         raw, _ = self._unread.pop(chunk)

@@ -97,7 +97,7 @@ class Publisher:
         released: Callable[[Unneeded], None] = lambda unneeded: None,
         background: Background | None = None,
     ) -> None:
-        tuning = store.settings.tuning
+        tuning = store.settings.tuned
         self._stopped = threading.Event()
         """Set when `run` ended: requests that it left in their threads are not repeated."""
         limits = Limits(tuning.retry_first_s, tuning.retry_most_s, attempts=_ATTEMPTS, cancel=self._stopped)
@@ -199,6 +199,7 @@ class Publisher:
     def _failing(self, error: RemoteError, wait_s: float) -> None:
         """A request failed and is repeated; called in its thread."""
         self.last_error = str(error)
+        self.counters.repeated += 1  # two threads may count once: that it changes is enough
 
     # Running
 

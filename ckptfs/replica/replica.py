@@ -103,7 +103,7 @@ class Replica:
             background=background,
         )
         self.publisher.on_abandoned = self.settler.load
-        tuning = store.settings.tuning
+        tuning = store.settings.tuned
         self.merger = Merger(store.catalog, store.clock, remote, _MergeNews(self), tuning)
         self.follower = Follower(
             store.catalog, remote, self.merger, writer=lambda: store.writer, lag_s=store.settings.lag_s

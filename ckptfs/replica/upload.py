@@ -5,8 +5,9 @@ new chunks or more gets packs of its own; what is left of it and smaller files s
 from two machines makes the same packs, and a pack that is there already is not sent twice. A pack is closed by the raw
 bytes in it, not the encoded ones: it can be planned without encoding, and packs are encoded side by side.
 
-Who calls: one task on the loop, which plans and owns the catalog; `upload_threads` workers have packs built in the
-background (`encode_threads` at once) and put them in a thread. At most one pack per worker is in memory. Each
+Who calls: one task on the loop, which plans and owns the catalog, and begins a task for each pack: it has the pack
+built in the background (`encode_threads` at once) and puts it in a thread (as many at once as `Pace` says). What is in
+memory is at most that many packs and one more for each that may be built, and never more than `upload_bytes`. Each
 acknowledged pack is one transaction, so that nothing acknowledged is sent again after a kill. Cancelling leaves puts on
 their way to finish alone: an object that nobody names is no harm.
 """
@@ -19,9 +20,11 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import trio
 
@@ -38,8 +41,11 @@ from ckptfs.local.catalog.cuts import CutFile, Cuts
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.pace import Pace
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SMALL_BODY = 64 << 10
 """Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
@@ -119,6 +125,8 @@ class UploadCounters:
     """The same bytes before they were encoded."""
     packs: int = 0
     puts: int = 0
+    repeated: int = 0
+    """Requests that failed for a while and were sent again."""
     _lately_bytes: float = 0.0
     _lately_s: float = 0.0
     _rated_at: float = field(default_factory=time.monotonic)
@@ -178,7 +186,12 @@ class Uploader:
         self._acknowledged = acknowledged
         self._background = background or Threads()
         self._encoding = trio.CapacityLimiter(tuning.encode_threads)
-        self._putting = trio.CapacityLimiter(tuning.upload_threads)
+        self._pace = Pace(tuning.upload_threads, tuning.upload_most)
+        self._putting = trio.CapacityLimiter(self._pace.at_once)
+        self._in_memory = trio.CapacityLimiter(1)
+        self._most_in_memory = 1
+        self._repeated = 0
+        """`counters.repeated` when a put ended last."""
 
     async def upload(self, files: Iterable[CutFile], pending_bytes: int) -> None:
         """Return when the remote has every chunk of *files*, which come in path order.
@@ -188,31 +201,43 @@ class Uploader:
         """
         large = pending_bytes > self._tuning.large_after_bytes
         pack_bytes = self._tuning.pack_bytes_large if large else self._tuning.pack_bytes
-        plan = PackPlan(pack_bytes)
-        self._counters.begin()
+        self._begin(pack_bytes)
         failures: list[Exception] = []
         on_its_way: set[ChunkId] = set()
-        send, receive = trio.open_memory_channel[list[Needed]](0)
         async with trio.open_nursery() as nursery:
-            for _ in range(max(1, min(self._tuning.upload_threads, self._tuning.upload_bytes // pack_bytes))):
-                nursery.start_soon(self._work, receive.clone(), on_its_way, failures)
-            receive.close()
-            async with send:
-                try:
-                    for file in files:
-                        for pack in plan.add(await self._needed(file, on_its_way)):
-                            await send.send(pack)
+            try:
+                async with aclosing(self._planned(files, pack_bytes, on_its_way)) as planned:
+                    async for pack in planned:
+                        await self._in_memory.acquire_on_behalf_of(id(pack))
+                        nursery.start_soon(self._carry, pack, on_its_way, failures)
                         if failures:
                             break
-                    else:
-                        for pack in plan.finish():
-                            await send.send(pack)
-                except trio.BrokenResourceError:  # every worker gave up
-                    pass
-                except CkptfsError as error:
-                    failures.append(error)
+            except CkptfsError as error:
+                failures.append(error)
         if failures:
             raise next((each for each in failures if isinstance(each, DamagedContent)), failures[0])
+
+    def _begin(self, pack_bytes: int) -> None:
+        self._counters.begin()
+        self._repeated = self._counters.repeated
+        self._most_in_memory = max(1, min(self._tuning.upload_most, self._tuning.upload_bytes // pack_bytes))
+        self._pace.limit(self._most_in_memory)
+        self._follow_pace()
+
+    def _follow_pace(self) -> None:
+        self._putting.total_tokens = self._pace.at_once
+        self._in_memory.total_tokens = min(self._most_in_memory, self._pace.at_once + self._tuning.encode_threads)
+
+    async def _planned(
+        self, files: Iterable[CutFile], pack_bytes: int, on_its_way: set[ChunkId]
+    ) -> AsyncGenerator[list[Needed], None]:
+        """What is needed of *files*, by packs."""
+        plan = PackPlan(pack_bytes)
+        for file in files:
+            for pack in plan.add(await self._needed(file, on_its_way)):
+                yield pack
+        for pack in plan.finish():
+            yield pack
 
     async def _needed(self, file: CutFile, on_its_way: set[ChunkId]) -> list[Needed]:
         """The chunks of *file* that neither the remote has nor a pack on its way."""
@@ -239,17 +264,16 @@ class Uploader:
             return decode_content(body)
         return await trio.to_thread.run_sync(decode_content, body)
 
-    async def _work(
-        self, jobs: trio.MemoryReceiveChannel[list[Needed]], on_its_way: set[ChunkId], failures: list[Exception]
-    ) -> None:
-        async with jobs:
-            async for chunks in jobs:
-                try:
-                    await self._send(chunks)
-                except (CkptfsError, OSError) as error:
-                    failures.append(error)
-                    return
+    async def _carry(self, chunks: list[Needed], on_its_way: set[ChunkId], failures: list[Exception]) -> None:
+        """Send a pack whose place in memory is taken."""
+        try:
+            if not failures:
+                await self._send(chunks)
                 on_its_way.difference_update(chunk.id for chunk in chunks)  # the catalog knows them now
+        except (CkptfsError, OSError) as error:
+            failures.append(error)
+        finally:
+            self._in_memory.release_on_behalf_of(id(chunks))
 
     async def _send(self, chunks: list[Needed]) -> None:
         job = _Job(chunks, {chunk.id: [(chunk.image, chunk.offset)] for chunk in chunks if chunk.image is not None})
@@ -292,20 +316,31 @@ class Uploader:
         return built.name, memoryview(data), tuple(PackedChunk(*row) for row in built.rows)
 
     async def _put(self, name: ObjectId, data: memoryview) -> bool:
+        """Store the pack; whether the remote's own checksum of it equals ours."""
         key = pack_key(name)
         self._counters.puts += 1
         try:
-            return await trio.to_thread.run_sync(
-                partial(self._remote.put, key, data, if_absent=True), limiter=self._putting, abandon_on_cancel=True
-            )
+            return await self._ask(partial(self._remote.put, key, data, if_absent=True))
         except ObjectExists:
             # An attempt whose answer was lost, or another machine with the same tree. The name fixes the layout.
-            size = await trio.to_thread.run_sync(self._remote.size, key, limiter=self._putting, abandon_on_cancel=True)
+            size = await self._ask(partial(self._remote.size, key))
             if size != len(data):
                 raise RemoteError(
                     f"{self._remote.url} holds {key} with {size} bytes, and not {len(data)}: it is damaged", key=key
                 ) from None
             return False
+        finally:
+            self._put_ended()
+
+    def _put_ended(self) -> None:
+        repeated = self._counters.repeated
+        # Whoever waited for its turn has it already.
+        self._pace.ended(trouble=repeated != self._repeated, others_wait=self._putting.available_tokens <= 0)
+        self._repeated = repeated
+        self._follow_pace()
+
+    async def _ask(self, request: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(request, limiter=self._putting, abandon_on_cancel=True)
 
     def _places(self, chunks: list[Needed]) -> dict[ChunkId, list[tuple[ImageId, int]]]:
         """Where on this disk *chunks* are: in their file's image as the cut has it now, and in any other."""

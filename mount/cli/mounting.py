@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ckptfs.client import Conversation, Place, StoreGone, ask, locate
+from ckptfs.config import LEAST_MEMORY_BYTES
 from ckptfs.errors import CkptfsError, MountError, StoreError
 from ckptfs.local.mountinfo import CKPTFS_TYPE
 from ckptfs.local.probe import Probe, probe
@@ -21,7 +22,7 @@ from ckptfs.local.probe import Probe, probe
 from .. import mountpoint as mounts
 from .. import placement
 from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter, owner_ids
-from .output import DURATION, JSON, parts, size
+from .output import DURATION, JSON, SIZE, parts, size, size_option
 from .waiting import Waiting
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
@@ -45,6 +46,14 @@ def _check_owner(ctx: click.Context, parameter: click.Parameter, owner: str | No
     except CkptfsError as error:
         raise click.BadParameter(str(error)) from error
     return owner
+
+
+def _check_memory(ctx: click.Context, parameter: click.Parameter, memory_bytes: int | None) -> int | None:
+    if memory_bytes is not None and memory_bytes < LEAST_MEMORY_BYTES:
+        raise click.BadParameter(
+            f"{size(memory_bytes)} is not enough: give it {size_option(LEAST_MEMORY_BYTES)} or more."
+        )
+    return memory_bytes
 
 
 @click.command()
@@ -77,6 +86,14 @@ def _check_owner(ctx: click.Context, parameter: click.Parameter, owner: str | No
 @click.option("--lag", type=DURATION, help="How old the view of other writers may be [2s].")
 @click.option("--max-lag", type=DURATION, help="Publish what stays incomplete after this long [120s].")
 @click.option("--stop-timeout", type=DURATION, help="After SIGTERM, serve and upload for at most this long [25s].")
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=SIZE,
+    metavar="SIZE",
+    callback=_check_memory,
+    help="Memory that the daemon may take, such as 512M [256M; more with more than 32 GiB, up to 1G].",
+)
 def mount(
     mountpoint: str,
     remote: str | None,
@@ -92,6 +109,7 @@ def mount(
     lag: float | None,
     max_lag: float | None,
     stop_timeout: float | None,
+    memory_bytes: int | None,
 ) -> None:
     """Mount MOUNTPOINT; returns when the directory is ready.
 
@@ -106,6 +124,7 @@ def mount(
         "lag_s": lag,
         "max_lag_s": max_lag,
         "stop_timeout_s": stop_timeout,
+        "memory_bytes": memory_bytes,
     }
     mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
     if mounts.clear_dead(mountpoint):
@@ -251,7 +270,9 @@ def _already_mounted(
 
 def _option(name: str, value: Any) -> str:
     """The setting *name* as it is written on a command line."""
-    option = name.removesuffix("_s").replace("_", "-")
+    option = name.removesuffix("_s").removesuffix("_bytes").replace("_", "-")
+    if name.endswith("_bytes"):
+        return f"--{option} {size_option(value)}"
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"
     return f"--{option} {value:g}s" if isinstance(value, float) else f"--{option} {value}"

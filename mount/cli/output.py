@@ -10,10 +10,13 @@ import click
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[float]
+    _IntType = click.ParamType[int]
 else:
-    _ParamType = click.ParamType  # not generic before click 8.3
+    _ParamType = _IntType = click.ParamType  # not generic before click 8.3
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = {unit: 1 << 10 * power for power, unit in enumerate(("", "K", "M", "G", "T"))}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|[smhd]?)\s*")
 
 
@@ -31,7 +34,22 @@ class Duration(_ParamType):
         return float(match[1]) * _UNITS[match[2]]
 
 
+class Size(_IntType):
+    """Bytes, or a number with K, M, G or T: powers of 1024, as everywhere in what we print."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is no size; write 512M or 2G", param, ctx)
+        return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
 DURATION = Duration()
+SIZE = Size()
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document on stdout.")
 
@@ -45,6 +63,12 @@ def size(size_bytes: float | None) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB" if size_bytes < 1024 else f"{size_bytes / 1024:.1f} PiB"
+
+
+def size_option(size_bytes: int) -> str:
+    """Bytes as `Size` reads them."""
+    unit, factor = next(each for each in reversed(_SIZES.items()) if size_bytes % each[1] == 0)
+    return f"{size_bytes // factor}{unit}"
 
 
 def duration(seconds: float | None) -> str:

@@ -255,7 +255,7 @@ def test_killed_while_umount_drains(behind: Site, far: Site, network: HeadWatch,
 def test_little_is_uploaded_twice(tmp_path: Path, bucket: Bucket, network: HeadWatch) -> None:
     """Five kills during an upload cost at most the packs that were on their way; then nothing is left anywhere."""
     pack, threads, kills, size = 128 << 10, 4, 5, 8 << 20
-    tuning = {**TINY, "piece_bytes": 32 << 10, "pack_bytes": pack, "upload_threads": threads}
+    tuning = {**TINY, "piece_bytes": 32 << 10, "pack_bytes": pack, "upload_most": threads}
     environment = {**bucket.environment, "AWS_ENDPOINT_URL": network.endpoint}
     with Site(tmp_path, environment=environment, tuning=tuning) as site:
         site.mount("--remote", f"{bucket.url}/run", *FAST)

@@ -47,7 +47,7 @@ def save_faster_than_the_uplink(machines: Machines, size: int, every_s: float, f
     and followed.
     """
     # Checkpoints are larger than what is on its way at once, as real ones are.
-    tuning = {"piece_bytes": 1 << 16, "pack_bytes": 1 << 17, "upload_threads": 2}
+    tuning = {"piece_bytes": 1 << 16, "pack_bytes": 1 << 17, "upload_threads": 2, "upload_most": 2}
     writer, reader, way = machines.site("writer", tuning=tuning), machines.site("reader", tuning=None), machines.proxy()
     writer.environment["AWS_ENDPOINT_URL"] = way.endpoint
     top, there = machines.mount(writer), machines.mount(reader, "--read-only")

@@ -89,9 +89,28 @@ def test_a_store_that_went_while_mounted_leads_to_umount(site: Site, tmp_path: P
     site.umount()
 
 
+def test_too_little_memory_is_refused(site: Site) -> None:
+    """With the least that is enough; so is a size that is none."""
+    for size, why in (("100M", "100.0 MiB is not enough: give it 192M or more"), ("much", "'much' is no size")):
+        done = site.run("mount", str(site.mountpoint), "--memory", size)
+        assert done.status == 2 and why in done.err
+
+
+def test_memory_is_remembered(site: Site) -> None:
+    """And may be changed with the next mount; nobody who did not choose is held to what was the default."""
+    site.mount()
+    assert site.status()["mount"]["settings"]["memory_bytes"] >= 256 << 20
+    site.umount()
+    site.mount("--memory", "200M")
+    site.umount()
+    site.mount()
+    assert site.status()["mount"]["settings"]["memory_bytes"] == 200 << 20
+    site.umount()
+
+
 def test_other_options_for_a_running_mount_are_refused(site: Site) -> None:
     """One line that says what is in force; options equal to that are fine, and nothing changes."""
-    site.mount("--settle", "3s", "--owner", "1:2")
+    site.mount("--settle", "3s", "--owner", "1:2", "--memory", "384M")
     for options, in_force in (
         (["--read-only"], "without --read-only"),
         (["--offline"], "without --offline"),
@@ -99,14 +118,16 @@ def test_other_options_for_a_running_mount_are_refused(site: Site) -> None:
         (["--max-lag", "7m"], "--max-lag 120s"),
         (["--owner", "mine"], "--owner 1:2"),
         (["--passthrough", "on"], "--passthrough "),
+        (["--memory", "1G"], "--memory 384M"),
         (["--no-allow-other" if os.geteuid() == 0 else "--allow-other"], "allow-other"),
         (["--foreground"], f"pid {site.pid()}"),
     ):
         said = refused(site, "mount", str(site.mountpoint), *options)
         assert in_force in said and "unmount it first" in said
-    same = site.mount("--settle", "3000ms", "--owner", "1:2", "--max-lag", "2m")
+    same = site.mount("--settle", "3000ms", "--owner", "1:2", "--max-lag", "2m", "--memory", "0.375G")
     assert "mounted already" in same.out
     assert site.status()["mount"]["settings"]["settle_s"] == 3.0
+    assert site.status()["mount"]["settings"]["memory_bytes"] == 384 << 20
     site.umount()
 
 

@@ -76,7 +76,7 @@ def test_an_open_log_that_grew_is_at_risk(machines: Machines) -> None:
 def test_a_rate_is_told_only_when_it_is_known(machines: Machines) -> None:
     """After an idle time the estimate is that of the sending, not of the waiting."""
     way = machines.proxy()
-    site = machines.site("site", by=way, tuning={"pack_bytes": 1 << 18, "piece_bytes": 1 << 18, "upload_threads": 2})
+    site = machines.site("site", by=way, tuning={"pack_bytes": 1 << 18, "piece_bytes": 1 << 18, "upload_most": 2})
     top = machines.mount(site)
     (top / "first").write_bytes(os.urandom(1 << 18))
     assert ckptfs.wait(top, "replicated", 30)

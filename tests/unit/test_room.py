@@ -74,7 +74,7 @@ def chunk(number: int) -> ChunkId:
 
 
 def test_kept_chunks_are_bounded_and_what_was_read_goes_first() -> None:
-    kept = KeptChunks(10)
+    kept = KeptChunks(10, 6)
     kept.add(chunk(1), b"aaa", read=False)
     kept.add(chunk(2), b"bbb", read=True)
     kept.add(chunk(3), b"ccc", read=True)
@@ -88,7 +88,7 @@ def test_kept_chunks_are_bounded_and_what_was_read_goes_first() -> None:
 def test_what_is_fetched_ahead_is_bounded_by_itself() -> None:
     """With what is on its way; what nobody read for a while no longer counts."""
     now_s = [0.0]
-    kept = KeptChunks(90, now=lambda: now_s[0])
+    kept = KeptChunks(90, 60, now=lambda: now_s[0])
     kept.coming_bytes = 20
     kept.add(chunk(1), bytes(30), read=False)
     assert kept.takes_ahead(10) and not kept.takes_ahead(11)
