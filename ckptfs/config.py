@@ -81,6 +81,8 @@ class Tuning:
     upload_bytes: int = 96 * MIB
     """... and the bytes in all that are in memory, at most."""
     encode_threads: int = field(default_factory=lambda: max(2, usable_cores()))
+    light_bytes: int = 4 * MIB
+    """Hashing or encoding no more than this begins no process: it takes some 20 ms, and a process 300 ms to begin."""
     fetch_threads: int = 8
     """Range requests at once while reading from the remote."""
     fetch_bytes: int = 8 * MIB

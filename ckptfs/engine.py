@@ -169,7 +169,7 @@ class Engine:
 
     async def drain(self, deadline_s: float | None) -> bool:
         """Seal and publish what there is, now; whether nothing is pending when it returns."""
-        with trio.move_on_after(float("inf") if deadline_s is None else deadline_s):
+        with self._background.urgent(), trio.move_on_after(float("inf") if deadline_s is None else deadline_s):
             await self._all_sealed()
             if self.replica:
                 try:

@@ -13,6 +13,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,16 +32,26 @@ _READ_BYTES = 1 << 18
 class Background(Protocol):
     """Does a task of `tasks`, somewhere."""
 
-    async def call(self, task: str, *arguments: Any) -> Any:
-        """The result, as plain values. Raises OSError when the task could not be done."""
+    async def call(self, task: str, *arguments: Any, light: bool = False) -> Any:
+        """The result, as plain values. Raises OSError when the task could not be done.
+
+        *light*: it takes no longer than beginning a process would.
+        """
+        ...
+
+    def urgent(self) -> AbstractContextManager[None]:
+        """What is asked for in this block is done as fast as can be: somebody waits for the end."""
         ...
 
 
 class Threads:
     """Does the work in threads of this process."""
 
-    async def call(self, task: str, *arguments: Any) -> Any:
+    async def call(self, task: str, *arguments: Any, light: bool = False) -> Any:
         return await trio.to_thread.run_sync(TASKS[task], *arguments)
+
+    def urgent(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass
@@ -52,9 +64,15 @@ class _Call:
 
 
 class Worker:
-    """Does the work in a process of its own, begun when there is something to do and again when it was killed."""
+    """Does the work in a process of its own, begun when there is something to do and again when it was killed.
+
+    Light work before that, and urgent work, which must not wait for a processor that nobody else wants, is done in
+    threads.
+    """
 
     def __init__(self) -> None:
+        self._threads = Threads()
+        self._urgent = 0
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._wanted = trio.Event()
@@ -63,7 +81,9 @@ class Worker:
         self._sending = trio.Lock()
         self.pid: int | None = None
 
-    async def call(self, task: str, *arguments: Any) -> Any:
+    async def call(self, task: str, *arguments: Any, light: bool = False) -> Any:
+        if self._urgent or (light and self.pid is None):
+            return await self._threads.call(task, *arguments)
         for _ in range(_TRIES):
             call = await self._ask(task, arguments)
             if call.error is not None:
@@ -71,6 +91,14 @@ class Worker:
             if not call.lost:
                 return call.result
         raise OSError(errno.EIO, f"the background process ended while it was to {task}")
+
+    @contextmanager
+    def urgent(self) -> Iterator[None]:
+        self._urgent += 1
+        try:
+            yield
+        finally:
+            self._urgent -= 1
 
     async def _ask(self, task: str, arguments: tuple[Any, ...]) -> _Call:
         number, call = next(self._numbers), _Call()

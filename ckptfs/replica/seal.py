@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 _BATCH_IMAGES, _BATCH_BYTES = 256, 16 << 20
 """Sealed together at most: three flushes of the disk for all instead of for each; none waits long for the rest."""
 
+_LIGHT_IMAGES = 16
+"""More than so many files are no light work: each costs a fifth of a millisecond however small it is."""
+
 _BURST_GAP_S, _BURST_S = 0.1, 30.0
 """Small files that are closed one after the other, with no longer gap than this, are sealed when no more of them come,
 or after so long. Sealing them meanwhile doubled what creating each cost: both want the interpreter, and a flush of the
@@ -62,7 +65,7 @@ class Sealer:
         self._queue: dict[ImageId, int] = {}
         """What is to be sealed, and how many bytes each had when it was submitted."""
         self._wanted = trio.Event()
-        self._busy: list[ImageId] = []
+        self._busy: dict[ImageId, int] = {}
         self._submitted_at, self._burst_began = -math.inf, math.inf
         self.on_sealed: Callable[[Inode | None, ImageId, int], None] = lambda ino, image, manifest: None
         self.on_failed: Callable[[ImageId], None] = lambda image: None
@@ -106,11 +109,11 @@ class Sealer:
                         self.submit(image)
                     await trio.sleep(_RETRY_S)
                 finally:
-                    self._busy = []
+                    self._busy = {}
             self._burst_began = math.inf
 
-    def _take(self) -> list[ImageId]:
-        """The next images to seal: a large one on its own; small ones share the flushes of the disk.
+    def _take(self) -> dict[ImageId, int]:
+        """The next images to seal, and their bytes: a large one on its own; small ones share the flushes of the disk.
 
         None when there are only small ones, and more are coming in.
         """
@@ -119,16 +122,14 @@ class Sealer:
             first = list(islice(self._queue.items(), _BATCH_IMAGES))
             totals = accumulate(size for _, size in first)
             taken = [image for (image, _), total in zip(first, totals, strict=True) if total <= _BATCH_BYTES]
-        for image in taken:
-            del self._queue[image]
-        return taken
+        return {image: self._queue.pop(image) for image in taken}
 
     def _is_burst(self) -> bool:
         now = trio.current_time()
         self._burst_began = min(self._burst_began, now)
         return now - self._submitted_at < _BURST_GAP_S and now - self._burst_began < _BURST_S
 
-    async def _seal(self, images: list[ImageId]) -> None:
+    async def _seal(self, images: Mapping[ImageId, int]) -> None:
         generations = {
             image: self._writes.generation(image)
             for image in images
@@ -136,7 +137,9 @@ class Sealer:
         }
         paths = [(image, self._store.images.file(image)) for image in generations]
         tuning = dataclasses.astuple(self._store.settings.tuning)
-        found, refused = await self._background.call("hash_images", paths, tuning)
+        light_bytes = self._store.settings.tuning.light_bytes
+        light = len(images) <= _LIGHT_IMAGES and sum(images.values()) <= light_bytes
+        found, refused = await self._background.call("hash_images", paths, tuning, light=light)
         contents = {ImageId(image): Hashed._make(each) for image, each in found}
         failed = {ImageId(image) for image, _ in refused}
         for image, why in refused:

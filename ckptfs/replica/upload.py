@@ -300,11 +300,13 @@ class Uploader:
             )
             for chunk in job.chunks
         ]
+        light = sum(chunk.length for chunk in job.chunks) <= self._tuning.light_bytes
         label = f"ckptfs-pack-{secrets.token_hex(8)}"
         fd = os.memfd_create(label, os.MFD_CLOEXEC)
         try:
             async with self._encoding:
-                answer = await self._background.call("build_pack", wanted, f"/proc/{os.getpid()}/fd/{fd}", label)
+                target = f"/proc/{os.getpid()}/fd/{fd}"
+                answer = await self._background.call("build_pack", wanted, target, label, light=light)
             built = Built._make(answer)
             for note in built.notes:
                 log.warning("%s", note)

@@ -18,7 +18,7 @@ from tests.support.proxy import FaultProxy, Faults
 
 FAST = ("--settle", "100ms", "--lag", "100ms")
 PACK = 128 << 10
-TUNING = {**TINY, "piece_bytes": 32 << 10, "pack_bytes": PACK, "upload_most": 4}
+TUNING = {**TINY, "piece_bytes": 32 << 10, "pack_bytes": PACK, "upload_most": 4, "light_bytes": 0}
 
 
 class PackWatch(FaultProxy):

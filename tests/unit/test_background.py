@@ -176,3 +176,32 @@ async def test_its_priority_is_low_and_it_ends_with_the_daemon(tmp_path: Path) -
         assert (await worker.call("hash_images", images(tmp_path, 10), TUNING))[0]
         assert worker.pid == pid
     assert not Path(f"/proc/{pid}").exists()
+
+
+@trio_test
+async def test_light_work_begins_no_process_and_goes_to_one_that_runs(tmp_path: Path) -> None:
+    paths = images(tmp_path, 10)
+    async with working() as worker:
+        assert (await worker.call("hash_images", paths, TUNING, light=True))[0]
+        assert worker.pid is None
+        await worker.call("hash_images", paths, TUNING)
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with trio.move_on_after(0.3):
+            await worker.call("hash_images", paths, TUNING, light=True)
+            raise AssertionError("a stopped process does no work")
+        os.kill(pid, signal.SIGCONT)
+
+
+@trio_test
+async def test_urgent_work_does_not_wait_for_the_process(tmp_path: Path) -> None:
+    paths = images(tmp_path, 10)
+    async with working() as worker:
+        await worker.call("hash_images", paths, TUNING)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        with worker.urgent():
+            with trio.fail_after(10):
+                assert (await worker.call("hash_images", paths, TUNING))[0]
+        os.kill(worker.pid, signal.SIGCONT)
