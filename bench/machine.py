@@ -83,19 +83,23 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 class Clock:
-    """Seconds of a block, and the processor time of *pids* meanwhile."""
+    """Seconds of a block, and the processor time of *pids* meanwhile; *children*: also of those that they begin."""
 
-    def __init__(self, pids: list[int]) -> None:
+    def __init__(self, pids: list[int], *, children: bool = False) -> None:
         self._pids = pids
+        self._children = children
         self.seconds = self.cpu_s = 0.0
 
     def __enter__(self) -> Clock:
-        self._started, self._cpu_before = time.perf_counter(), cpu_seconds(self._pids)
+        self._started, self._cpu_before = time.perf_counter(), self._cpu()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._started
-        self.cpu_s = cpu_seconds(self._pids) - self._cpu_before
+        self.cpu_s = self._cpu() - self._cpu_before
+
+    def _cpu(self) -> float:
+        return cpu_seconds([each for pid in self._pids for each in process_tree(pid)] if self._children else self._pids)
 
 
 def status_bytes(pid: int, field: str) -> int:

@@ -147,7 +147,7 @@ class Sender:
         with ckptfs.mounted(self._work / "near", remote=f"s3://{target}/run", store=store) as directory:
             pid = ask(store, "hello")["pid"]
             save_file(tensors, directory / "model.safetensors")
-            with Clock([pid]) as sending, Clock(self._server_pids) as serving:
+            with Clock([pid], children=True) as sending, Clock(self._server_pids) as serving:
                 arrive(directory / "model.safetensors")
         shutil.rmtree(store)
         result.add(sending, serving)
