@@ -81,9 +81,11 @@ class Store:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
 
     def save_settings(self, settings: Settings) -> None:
-        """Remember *settings* for the next mount."""
+        """Remember *settings* for the next mount; of `tuning` what somebody changed, so that defaults may improve."""
         self.settings = settings
+        usual = dataclasses.asdict(Tuning())
         document = dataclasses.asdict(settings)
+        document["tuning"] = {name: value for name, value in document["tuning"].items() if value != usual[name]}
         replace_file(self.path / "settings.json", json.dumps(document, indent=1).encode())
 
     def new_writer(self) -> WriterId:

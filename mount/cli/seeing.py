@@ -174,8 +174,8 @@ def _show(document: dict[str, Any]) -> None:
                         + (f": {reason}" if (reason := mount["passthrough"]["reason"]) else "")),
         ("state", f"{document['path']} is {document['state']}"),
     ]  # fmt: skip
-    saves = document["saves"]
-    if saves["files"]:
+    saves = document.get("saves")  # an older daemon, still running, does not know it
+    if saves and saves["files"]:
         rows.append(("saving", f"programs waited {_briefly(saves['blocked_s'])} for {files(saves['files'])}, "
                                f"{_briefly(saves['longest_s'])} at longest"))  # fmt: skip
     if document["remote"] is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 from ckptfs.config import LEAST_MEMORY_BYTES, MIB, Settings, Tuning, default_memory_bytes, within_memory
+from ckptfs.local.store import Store
 from ckptfs_mount.cli.output import SIZE, size_option
 
 
@@ -49,3 +52,15 @@ def test_the_default_follows_the_machine(monkeypatch: pytest.MonkeyPatch, machin
 def test_sizes_are_read_and_written(text: str, size: int) -> None:
     assert SIZE.convert(text, None, None) == size
     assert SIZE.convert(size_option(size), None, None) == size
+
+
+def test_a_store_remembers_what_was_changed_and_not_the_defaults(tmp_path: Path) -> None:
+    """So that better defaults, or those of another machine, reach it."""
+    store = Store.open(tmp_path / "s")
+    settings = Settings(remote="file:///r", tuning=Tuning(piece_bytes=4096))
+    store.save_settings(settings)
+    store.close()
+    assert json.loads((tmp_path / "s" / "settings.json").read_text())["tuning"] == {"piece_bytes": 4096}
+    store = Store.open(tmp_path / "s")
+    assert store.settings == settings
+    store.close()
