@@ -75,6 +75,7 @@ class Engine:
             listener=replica,
             source=replica.hydrator if replica else None,
             tree=replica,
+            space=replica.evictor if replica else None,
             read_only=read_only,
         )
         self.sealer = Sealer(store, self.filesystem.files, self._background)
