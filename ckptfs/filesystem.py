@@ -157,7 +157,7 @@ class FileSystem:
         await self._before_save()
         await self._before_change(parent)
         directory = self._naming.check_new(parent, name)
-        image = self.store.images.create()
+        image = self.store.new_image()
         try:
             with self.store.catalog.transaction():
                 self.store.contents.add_image(image.id, whole=True)
