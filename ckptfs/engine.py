@@ -88,6 +88,7 @@ class Engine:
         if replica and self._siblings:
             self.filesystem.files.on_cold_read = self._siblings.read
             self.filesystem.files.on_opened = self._siblings.opened
+            self.filesystem.files.on_full = replica.evictor.make_room
             self.filesystem.files.on_idle = replica.image_idle
             self.filesystem.files.on_reopen = replica.reclaim
             self.sealer.on_failed = replica.seal_failed

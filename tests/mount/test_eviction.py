@@ -123,6 +123,19 @@ def test_a_save_takes_the_room_of_what_was_fetched(far: Site, disk: Path, near: 
     assert is_right(near / "new", of=1)
 
 
+def test_one_large_file_takes_the_room_of_what_was_fetched(far: Site, machines: Machines) -> None:
+    """Faster than anybody looks, where the daemon writes: what does not fit waits until something made way."""
+    there = far.mountpoint
+    far.umount()
+    machines.mount(far, "--passthrough", "off")
+    large = np.random.default_rng(7).bytes(SET_BYTES * 3 // 4)
+    with open(there / "large", "wb", buffering=0) as file:
+        for at in range(0, len(large), 8 * MIB):
+            assert file.write(large[at : at + 8 * MIB]) == min(8 * MIB, len(large) - at)
+    assert (there / "large").read_bytes() == large
+    assert is_right(there / "set")
+
+
 def test_nothing_is_evicted_without_need(far: Site, disk: Path) -> None:
     """A disk as full as fetched bytes may make it stays so while nothing is saved, however long; `df` knows better."""
     before = local_bytes(far)

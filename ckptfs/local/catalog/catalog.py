@@ -94,20 +94,25 @@ class Catalog:
 
     def reserve(self, spare_bytes: int = SPARE_BYTES, *, keeping: float = LOG_LEAVES) -> bool:
         """Have at least *spare_bytes* allocated behind the end of the WAL; whether they are."""
+        return self._spare_bytes() >= spare_bytes or self._allocate(
+            self._wal, os.fstat(self._wal).st_size, max(spare_bytes, _STEP_BYTES), keeping=keeping
+        )
+
+    def _spare_bytes(self) -> int:
         wal = os.fstat(self._wal)
-        if wal.st_blocks * 512 - wal.st_size >= spare_bytes:
-            return True
-        return self._allocate(self._wal, wal.st_size, max(spare_bytes, _STEP_BYTES), keeping=keeping)
+        return wal.st_blocks * 512 - wal.st_size
 
     def _begin(self) -> None:
         """Before a transaction: where the WAL cannot grow, on a full disk, let it begin anew from time to time."""
-        if self.reserve() or self._allocate is _no_allocator:
+        if self._spare_bytes() >= SPARE_BYTES or self._allocate is _no_allocator:
+            return
+        self.grow()  # first: without that the WAL could never begin anew
+        if self.reserve():
             return
         self._crowded -= 1
         if self._crowded <= 0:
             self._crowded = _CROWDED
             try:
-                self.grow()
                 self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
             except sqlite3.OperationalError as error:
                 log.warning("the log of %s does not begin anew: %s", self.path, error)
