@@ -41,7 +41,8 @@ _ANSWER_S = 1.0
 """... and that the remote has to say that it is there; it counts as being there for `_TRUST_S`."""
 _TRUST_S = 2.0
 _REST_S, _DOUBT_S = 0.5, 5.0
-"""After nothing could make way, and after the remote did not answer: until then nobody waits, and nothing is tried."""
+"""After nothing could make way, and after the remote did not answer: until then nothing is tried, and nobody waits. In
+the second case nobody waits before it has answered again."""
 _STALE_S = 5.0
 """What could make way is counted again at most so often while there is no need."""
 _LOOK_UP = 1500
@@ -87,13 +88,15 @@ class Evictor:
         self._wanted, self._done = trio.Event(), trio.Event()
         self._saves_wait = False
         self._shown = True
+        self._evictable_bytes = 0
+        self._doubts = False
         self._rests_until_s = float("-inf")
 
     # Asking
 
     async def make_room(self) -> None:
         """Before a program saves: return when there is room, nothing can make way, or after a short while."""
-        if self._rests() or not self._room.lacking_bytes(saving=True):
+        if self._doubts or self._rests() or not self._room.lacking_bytes(saving=True):
             return
         self._saves_wait = True
         self._wanted.set()
@@ -101,7 +104,7 @@ class Evictor:
         with trio.move_on_after(_WAIT_S):
             await done.wait()
         if not done.is_set():
-            self._rest(_DOUBT_S)
+            self._doubt("room was not made in time")
 
     def used(self, ino: Inode) -> None:
         """Somebody had *ino* open until now."""
@@ -113,8 +116,7 @@ class Evictor:
     def shown(self, disk: os.statvfs_result) -> os.statvfs_result:
         """*disk* as a program should see it: what can make way is free, the reserve is not."""
         self._shown = True
-        evictable_bytes = 0 if self._rests() else self._evictable_bytes()
-        evictable = evictable_bytes // disk.f_frsize
+        evictable = 0 if self._doubts else self._evictable_bytes // disk.f_frsize
         free = min(disk.f_bfree + evictable, disk.f_blocks)
         available = disk.f_bavail + evictable - self._room.reserve_bytes() // disk.f_frsize
         values = list(disk)
@@ -131,20 +133,19 @@ class Evictor:
             self._wanted = trio.Event()
             saving, self._saves_wait = self._saves_wait, False
             try:
-                if not self._rests() and self._room.lacking_bytes(saving=saving):
+                if self._rests():
+                    pass
+                elif self._doubts or self._room.lacking_bytes(saving=saving):
                     await self._make_way(saving=saving)
                 elif self._shown and self._is_stale():
                     await self._look()
-            except Exception:  # nobody's request; the mount lives on
+            except Exception as error:  # nobody's request; the mount lives on
                 log.exception("making room on the disk failed")
-                self._rest(_DOUBT_S)
+                self._doubt(str(error))
             self._done.set()
             self._done = trio.Event()
 
     # Within
-
-    def _evictable_bytes(self) -> int:
-        return sum(each.bytes for each in self._candidates if not self._is_open(each.found.ino))
 
     def _rests(self) -> bool:
         return trio.current_time() < self._rests_until_s
@@ -152,9 +153,14 @@ class Evictor:
     def _rest(self, pause_s: float) -> None:
         self._rests_until_s = trio.current_time() + pause_s
 
+    def _doubt(self, why: str) -> None:
+        if not self._doubts:
+            log.warning("nothing makes way on the disk for now: %s", why)
+        self._doubts = True
+        self._rest(_DOUBT_S)
+
     async def _make_way(self, *, saving: bool) -> None:
         if not await self._remote_answers():
-            self._rest(_DOUBT_S)
             return
         looked = False
         while lacking_bytes := self._room.lacking_bytes(saving=saving):
@@ -188,9 +194,12 @@ class Evictor:
                 await trio.to_thread.run_sync(
                     self._remote.recognise, _TRUST_S, limiter=self._asking, abandon_on_cancel=True
                 )
+                self._doubts = False
                 return True
             except RemoteError as error:
-                log.info("nothing makes way on the disk while the remote is in doubt: %s", error)
+                self._doubt(f"the remote is in doubt ({error})")
+                return False
+        self._doubt("the remote does not answer")
         return False
 
     def _is_stale(self) -> bool:
@@ -210,6 +219,7 @@ class Evictor:
             )
         )
         self._candidates = found
+        self._evictable_bytes = sum(each.bytes for each in found if not self._is_open(each.found.ino))
 
     def _look_blocking(self) -> list[_Candidate]:
         candidates = []
@@ -235,6 +245,7 @@ class Evictor:
             return 0
         self._evictions.evict(found)
         self._store.sync.delete_later(found.image)
+        self._evictable_bytes = max(0, self._evictable_bytes - candidate.bytes)
         return candidate.bytes
 
     async def _is_reached(self, manifest: int) -> bool:

@@ -23,7 +23,7 @@ from tests.support.machines import Machines, census
 from tests.support.mounts import Site, until
 from tests.support.proxy import FaultProxy, Faults
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 MIB = 1 << 20
 SHARDS, SHARD_BYTES = 12, 20 * MIB
@@ -69,7 +69,7 @@ def near(machines: Machines) -> Path:
     """A machine with a set that is on the remote."""
     here = machines.mount(machines.site("near", tuning={}))
     save(here / "set")
-    assert ckptfs.wait(here, "replicated", 60)
+    assert ckptfs.wait(here, "replicated", 120)
     return here
 
 
@@ -118,7 +118,7 @@ def test_a_save_takes_the_room_of_what_was_fetched(far: Site, disk: Path, near: 
     assert not reader.is_alive() and not wrong
     assert is_right(there / "new", of=1) and is_right(there / "set")
     assert census(there / "set") == before, "sizes, times and modes are the same"
-    assert ckptfs.wait(there, "replicated", 60)
+    assert ckptfs.wait(there, "replicated", 120)
     until(lambda: free_bytes(disk) >= KEPT_BYTES, "the reserve to be free")
     assert is_right(near / "new", of=1)
 
@@ -178,7 +178,7 @@ def test_what_is_not_published_stays(far: Site, way: FaultProxy) -> None:
     way.faults = Faults(mode="refuse")
     assert is_right(there / "first", of=1, shards=half) and is_right(there / "second", of=2, shards=half - 1)
     way.heal()
-    assert ckptfs.wait(there, "replicated", 60)
+    assert ckptfs.wait(there, "replicated", 120)
 
 
 def test_nothing_is_evicted_while_the_remote_does_not_answer(far: Site, way: FaultProxy) -> None:
@@ -206,7 +206,7 @@ def test_old_checkpoints_of_our_own_make_way(tmp_path: Path, machines: Machines)
         here = machines.mount(site)
         for step in range(5):
             save(here / f"step-{step}", of=step, shards=SHARDS // 2)
-            assert ckptfs.wait(here, "replicated", 60)
+            assert ckptfs.wait(here, "replicated", 120)
         assert "made way" in site.log()
         blocks = [os.stat(here / f"step-{step}" / name(0)).st_blocks for step in range(5)]
         assert min(blocks) * 512 >= SHARD_BYTES, "programs take a file without blocks for a hole"
