@@ -33,6 +33,9 @@ STATES = ("writing", "closed", "sealed", "replicated", "verified")
 """In order; a directory has the least of what is under it."""
 
 _CHECKPOINT_WAL_BYTES = 16 << 20
+"""The catalog's log is moved into the database from this length on; on a small disk earlier ..."""
+_CHECKPOINT_S, _CHECKPOINT_FULL_S = 5.0, 1.0
+"""... so often looked at, and so often when room on the disk is short."""
 
 
 def pending_parts(progress: Progress) -> dict[str, int]:
@@ -75,6 +78,7 @@ class Engine:
             listener=replica,
             source=replica.hydrator if replica else None,
             tree=replica,
+            space=replica.evictor if replica else None,
             read_only=read_only,
         )
         self.sealer = Sealer(store, self.filesystem.files, self._background)
@@ -84,6 +88,7 @@ class Engine:
         if replica and self._siblings:
             self.filesystem.files.on_cold_read = self._siblings.read
             self.filesystem.files.on_opened = self._siblings.opened
+            self.filesystem.files.on_full = replica.evictor.make_room
             self.filesystem.files.on_idle = replica.image_idle
             self.filesystem.files.on_reopen = replica.reclaim
             self.sealer.on_failed = replica.seal_failed
@@ -318,11 +323,14 @@ class Engine:
         self._changed = trio.Event()
 
     async def _checkpoints(self) -> None:
-        """Keep the WAL short. In the loop's thread but away from requests' transactions; it syncs the database file."""
+        """Keep the WAL short, in a thread, since that syncs the database file; and the ballast full."""
+        catalog, ballast = self._store.catalog, self._store.ballast
         while True:
-            await trio.sleep(5)
-            if self._store.catalog.wal_bytes() > _CHECKPOINT_WAL_BYTES:
+            await trio.sleep(_CHECKPOINT_S if ballast.is_full else _CHECKPOINT_FULL_S)
+            if catalog.wal_bytes() > min(_CHECKPOINT_WAL_BYTES, ballast.full_bytes // 2):
                 try:
-                    await trio.to_thread.run_sync(self._store.catalog.checkpoint)
+                    catalog.grow()
+                    await trio.to_thread.run_sync(catalog.checkpoint)
                 except OSError as error:
                     log.warning("the catalog's log stays long for now: %s", error)  # a full disk; when there is room
+            ballast.take()

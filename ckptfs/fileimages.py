@@ -54,7 +54,7 @@ class FileImages:
         row = self._store.names.inode(ino)
         if not stat.S_ISREG(row.mode):
             return
-        image = self._store.images.create()
+        image = self._store.new_image()
         os.close(image.fd)
         self._store.sync.created(image.id)
         contents = self._store.contents

@@ -15,7 +15,6 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.errors import (
@@ -31,7 +30,7 @@ from ckptfs.errors import (
     ReadOnly,
     Stale,
 )
-from ckptfs.handles import ByteSource, ChangeListener, NoListener, OpenFile
+from ckptfs.handles import ByteSource, ChangeListener, NoListener, OpenFile, Space, TreeSource
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
@@ -48,14 +47,6 @@ XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 XATTR_MAX = 64 << 10
 
 
-class TreeSource(Protocol):
-    """Where directories that were not looked at yet come from, and news of other writers."""
-
-    async def expand(self, directory: Inode) -> None: ...
-    async def fresh(self, *, waiting: bool) -> None: ...
-    def unknown(self) -> str | None: ...
-
-
 class FileSystem:
     """The tree of one store."""
 
@@ -66,12 +57,14 @@ class FileSystem:
         listener: ChangeListener | None = None,
         source: ByteSource | None = None,
         tree: TreeSource | None = None,
+        space: Space | None = None,
         read_only: bool = False,
     ) -> None:
         self.store = store
         self._names = store.names
         self._listener = listener or NoListener()
         self._tree = tree
+        self._space = space
         self._read_only = read_only
         self._pins: Counter[Inode] = Counter()
         self._unpurged: set[Inode] = set()
@@ -144,8 +137,9 @@ class FileSystem:
         )
 
     def statfs(self) -> os.statvfs_result:
-        """The store's disk."""
-        return os.statvfs(self.store.path)
+        """The store's disk, with what can make way."""
+        disk = os.statvfs(self.store.path)
+        return self._space.shown(disk) if self._space is not None else disk
 
     def listed(self, directory: Inode, names: list[tuple[bytes, Inode]]) -> list[Attributes | None]:
         """What stat shows of each of *names*, some in a row of `entries`; None for one that means another by now."""
@@ -160,9 +154,10 @@ class FileSystem:
         self, parent: Inode, name: bytes, mode: int, flags: int, caller: Caller
     ) -> tuple[int, Attributes]:
         """A new regular file, open; returns its handle."""
+        await self._before_save()
         await self._before_change(parent)
         directory = self._naming.check_new(parent, name)
-        image = self.store.images.create()
+        image = self.store.new_image()
         try:
             with self.store.catalog.transaction():
                 self.store.contents.add_image(image.id, whole=True)
@@ -332,6 +327,7 @@ class FileSystem:
         """A handle; `files` does the rest."""
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             self._check_writable()
+            await self._before_save()
         self._changed_at = time.monotonic() if flags & os.O_ACCMODE else self._changed_at
         if self.files.get(ino) is None:
             self.check_named(ino)
@@ -339,6 +335,8 @@ class FileSystem:
 
     async def release(self, fh: int) -> None:
         file = await self.files.release(fh)
+        if self._space is not None:
+            self._space.used(file.ino)
         self.purge_if_gone(file.ino)
 
     async def release_all(self) -> None:
@@ -383,6 +381,10 @@ class FileSystem:
         self._check_writable()
         self._changed_at = time.monotonic()
         await self._expand(self._names.inode(parent))
+
+    async def _before_save(self) -> None:
+        if self._space is not None and not self._read_only:
+            await self._space.make_room()
 
     def _check_writable(self) -> None:
         if self._read_only:
@@ -463,6 +465,10 @@ class FileSystem:
         """Whether the content is being changed through a handle, so that a merge must not replace it."""
         file = self.files.get(ino)
         return file is not None and (file.modified or file.lock.locked())
+
+    def is_open(self, ino: Inode) -> bool:
+        """Whether somebody has *ino* open, or can write it all the same."""
+        return self.files.get(ino) is not None
 
     def content_replaced(self, ino: Inode) -> None:
         """Another writer replaced the content of *ino*. Who has it open goes on with the old one.

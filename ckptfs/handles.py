@@ -1,4 +1,4 @@
-"""What is known of an open file and of each handle on it, and whom the table of open files (`openfiles`) talks to."""
+"""What is known of an open file and of each handle on it, and whom open files and the file system talk to."""
 
 from __future__ import annotations
 
@@ -46,6 +46,22 @@ class Backing(Protocol):
         """An id for the image of *fd*, which stays open until the id is closed; None: serve it yourself."""
 
     def close(self, backing: int) -> None: ...
+
+
+class TreeSource(Protocol):
+    """Where directories that were not looked at yet come from, and news of other writers."""
+
+    async def expand(self, directory: Inode) -> None: ...
+    async def fresh(self, *, waiting: bool) -> None: ...
+    def unknown(self) -> str | None: ...
+
+
+class Space(Protocol):
+    """Who makes room on the disk (the evictor)."""
+
+    async def make_room(self) -> None: ...
+    def used(self, ino: Inode) -> None: ...
+    def shown(self, disk: os.statvfs_result) -> os.statvfs_result: ...
 
 
 class NoListener:

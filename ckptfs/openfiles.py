@@ -22,7 +22,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -75,6 +75,8 @@ class OpenFiles:
         """Gives back such an image, if it was not closed yet: what was fetched into it is not fetched again."""
         self.on_freed: Callable[[Inode], None] = lambda ino: None
         """Called when nobody has a file open any more that was held, or borrowed: its last name may be gone."""
+        self.on_full: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Called when the disk has no room for a write, which is tried once more when it returns."""
         self.on_opened: Callable[[OpenFile], None] = lambda file: None
         """Called when somebody has opened a file to read it."""
         self.on_cold_read: Callable[[OpenFile], None] = lambda file: None
@@ -291,15 +293,18 @@ class OpenFiles:
         file = handle.file
         if not file.modified or file.manifest is not None:
             await self._begin_change(file)
-        written = 0
+        written, asked = 0, False
         view = memoryview(data)
         while written < len(data):
             try:
                 written += os.pwrite(file.image.fd, view[written:], offset + written)
-            except OSError:
-                if not written:
+            except OSError as error:
+                if written:
+                    break  # a short write, as of any disk that became full; the next one says why
+                if asked or error.errno != errno.ENOSPC:
                     raise
-                break  # a short write, as of any disk that became full; the next one says why
+                asked = True
+                await self.on_full()
         self._wrote(file, offset)
         if not handle.privileged:
             self.drop_set_id(file.ino)

@@ -399,7 +399,9 @@ def _settle(store: Store, order: Order) -> BoundStore | None:
     }
     if first:
         changes = {"owner": "stored" if root else "mine", "allow_other": root, **changes}
-    store.save_settings(dataclasses.replace(known, remote=url, **changes))
+    wanted = dataclasses.replace(known, remote=url, **changes)
+    if first or wanted != known:  # writing takes room, and the disk may be full
+        store.save_settings(wanted)
     return remote
 
 

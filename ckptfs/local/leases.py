@@ -1,8 +1,9 @@
-"""Whether anybody can still write a file that the kernel let others open, asked by means of a lease.
+"""Whether anybody can still write, or read, a file that the kernel let others open, asked by means of a lease.
 
 Under passthrough the kernel's RELEASE says nothing about memory maps: a map holds the image, not the file of the mount.
 And a program that survives a killed daemon goes on writing. The image's own inode counts them all: a read lease is
-granted only while nobody has it open for writing, map or descriptor (fcntl(2), F_SETLEASE). Seen to be correct on ext4,
+granted only while nobody has it open for writing, map or descriptor (fcntl(2), F_SETLEASE), a write lease only while
+nobody has it open at all but by the one descriptor that asks. Seen to be correct on ext4,
 xfs, btrfs and tmpfs; overlayfs grants it while the file is mapped, but offers no passthrough either.
 
 The lease is given back at once. Who opens the file in between waits for just that long, and the holder is sent SIGIO,
@@ -23,14 +24,15 @@ def nobody_writes(fd: int) -> bool:
 
     *fd* was opened read-only, or counts as a writer itself. Raises OSError where the file system knows no leases.
     """
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError as error:
-        if error.errno == errno.EAGAIN:
-            return False
-        raise
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    return True
+    return _granted(fd, fcntl.F_RDLCK)
+
+
+def nobody_else_uses(fd: int) -> bool:
+    """Whether no other descriptor and no map of the file of *fd* exists, in any process.
+
+    Raises OSError where the file system knows no leases.
+    """
+    return _granted(fd, fcntl.F_WRLCK)
 
 
 def work_in(directory: Path) -> bool:
@@ -45,3 +47,14 @@ def work_in(directory: Path) -> bool:
             return False
         finally:
             os.close(fd)
+
+
+def _granted(fd: int, kind: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+    except OSError as error:
+        if error.errno == errno.EAGAIN:
+            return False
+        raise
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return True

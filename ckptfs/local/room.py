@@ -17,6 +17,12 @@ RESERVE_PARTS = 100
 """... nor is one part in so many of a larger disk, which file systems need to stay quick."""
 SAVING_PARTS = 2
 """While something is being saved, one part in so many of the disk is left to it: nobody knows how long it will be."""
+EVICT_PARTS, EVICT_BYTES = 4, 16 << 30
+"""What is on the remote makes way for a save until, beside the reserve, one part in so many of the disk is free, or so
+many bytes of a large one: several seconds' worth of the fastest disk, since nobody is told what the kernel writes."""
+SLACK_PARTS = 8
+"""While nothing is saved, nothing makes way for less than one part in so many of the reserve: every log that grows
+takes a little of it, and what was evicted comes again when it is read."""
 REFUSED_S = 5.0
 """After the disk refused a write although there seemed to be room (a quota, for one), nothing is tried for so long."""
 
@@ -47,6 +53,17 @@ class Room:
         """What is never taken."""
         disk = os.statvfs(self._directory)
         return max(self._least_bytes, disk.f_blocks * disk.f_frsize // RESERVE_PARTS)
+
+    def lacking_bytes(self, *, saving: bool = False) -> int:
+        """How much must make way; 0 when nothing need. *saving*: a program is about to save something."""
+        disk = os.statvfs(self._directory)
+        free_bytes, reserve_bytes = disk.f_bavail * disk.f_frsize, self.reserve_bytes()
+        ahead_bytes = min(disk.f_blocks * disk.f_frsize // EVICT_PARTS, EVICT_BYTES)
+        lacking_bytes = reserve_bytes + ahead_bytes - free_bytes
+        if lacking_bytes > 0 and (saving or self._saving()):
+            return lacking_bytes
+        lacking_bytes -= ahead_bytes
+        return lacking_bytes if lacking_bytes > reserve_bytes // SLACK_PARTS else 0
 
     def has(self, length: int) -> bool:
         """Whether *length* bytes may be taken now, with what is being saved in mind."""

@@ -1,6 +1,6 @@
 """The store: the local directory of one mount, opened by one daemon at a time.
 
-    catalog.db  images/  lost+found/  settings.json  lock  daemon.log  control.sock
+    catalog.db  images/  lost+found/  settings.json  lock  ballast  daemon.log  control.sock
 
 Opening takes the lock, migrates the catalog and recovers from whatever the last stop left behind. What the parts mean
 belongs to `catalog` and `images`; whether the disk is fit belongs to `probe`.
@@ -22,12 +22,13 @@ from typing import Any
 from ckptfs.config import Settings, Tuning
 from ckptfs.errors import StoreError
 from ckptfs.ids import Clock, ImageId, WriterId, new_writer_id
-from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.local.ballast import NAMES_LEAVE, Ballast
+from ckptfs.local.catalog.catalog import SPARE_BYTES, Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.names import Names
 from ckptfs.local.catalog.recovery import Recovery
 from ckptfs.local.groupsync import GroupSync
-from ckptfs.local.images import Images
+from ckptfs.local.images import Image, Images
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,10 @@ LOST_AND_FOUND_S = 24 * 3600.0
 """How long an image without a row is kept: long enough that somebody who misses a file can ask."""
 
 ROOM_BYTES = 256 << 10
-"""Names are refused below this: each costs the catalog a few pages, and removing one does too."""
+"""Free on the disk when a name is made, from the ballast if need be: each costs the catalog a few pages."""
+_OPENING_BYTES = 512 << 10
+"""What opening takes: the catalog's log and its index, the settings, the daemon's log."""
+_BLOCK_BYTES = 4096
 
 
 class Store:
@@ -45,7 +49,12 @@ class Store:
         self.path = path
         self._lock_fd = lock_fd
         self.settings = _read_settings(path / "settings.json")
-        self.catalog = Catalog(path / "catalog.db")
+        self.ballast = Ballast(path / "ballast")
+        self.ballast.give(_OPENING_BYTES)
+        self.catalog = Catalog(path / "catalog.db", self.ballast.allocate)
+        roomy = self.ballast.free_bytes() > 4 * self.ballast.full_bytes
+        self.catalog.reserve(self.ballast.full_bytes if roomy else self.ballast.full_bytes // 4)
+        self.ballast.take()
         self.names = Names(self.catalog)
         self.contents = Contents(self.catalog)
         self._recovery = Recovery(self.catalog)
@@ -76,9 +85,25 @@ class Store:
 
     def check_room(self) -> None:
         """Raises OSError (ENOSPC) when the disk is too full for another name: what is left is for deleting."""
-        room = os.statvfs(self.path)
-        if room.f_bavail * room.f_frsize < ROOM_BYTES:
+        room = self.ballast.give(ROOM_BYTES, keeping=NAMES_LEAVE)
+        if room and not self.ballast.is_full:  # what the name takes must not be taken from deleting
+            room = (
+                self.catalog.reserve(SPARE_BYTES + ROOM_BYTES, keeping=NAMES_LEAVE)
+                or self.ballast.free_bytes() > 8 * ROOM_BYTES
+            )
+        if not room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self.path))
+
+    def new_image(self) -> Image:
+        """An empty image for a new file version. On a full disk too it has room for what a pointer such as `latest` is.
+
+        Raises OSError.
+        """
+        self.ballast.give(ROOM_BYTES, keeping=NAMES_LEAVE)
+        image = self.images.create()
+        if not self.ballast.is_full:
+            self.ballast.allocate(image.fd, 0, _BLOCK_BYTES, keeping=NAMES_LEAVE)
+        return image
 
     def save_settings(self, settings: Settings) -> None:
         """Remember *settings* for the next mount; of `tuning` what somebody changed, so that defaults may improve."""
@@ -97,6 +122,8 @@ class Store:
 
     def close(self) -> None:
         self.catalog.close()
+        self.ballast.sleep()
+        self.ballast.close()
         os.close(self._lock_fd)
 
     def _recover(self) -> None:
@@ -183,8 +210,7 @@ def _lock(path: Path) -> int:
         pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise StoreError(f"store {path} is in use by process {pid}: unmount it there first") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    os.ftruncate(fd, os.pwrite(fd, f"{os.getpid()}\n".encode(), 0))  # over what is there: the disk may be full
     return fd
 
 

@@ -25,6 +25,7 @@ from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.replica import sets
 from ckptfs.replica.bound import BoundStore
+from ckptfs.replica.evict import Evictor
 from ckptfs.replica.follow import Follower
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.logs import LogSealer, OpenLog
@@ -53,6 +54,7 @@ class Files(Protocol):
     def open_logs(self) -> list[OpenLog]: ...
     def forget_writes(self, ino: Inode) -> None: ...
     def is_changing(self, ino: Inode) -> bool: ...
+    def is_open(self, ino: Inode) -> bool: ...
     def is_saving(self) -> bool: ...
     def content_replaced(self, ino: Inode) -> None: ...
     def purge_if_gone(self, ino: Inode) -> None: ...
@@ -111,6 +113,15 @@ class Replica:
         self.tombstones = TombstoneCollector(store, self.follower)
         self.room = Room(store.path, lambda: files().is_saving())
         self.hydrator = Hydrator(store.catalog, store.images, remote, tuning, self.room)
+        self.evictor = Evictor(
+            store,
+            remote,
+            self.room,
+            content=self.hydrator.content,
+            is_open=lambda ino: files().is_open(ino),
+            holds=self.logs.holds,
+            newest_set=self._newest_safe_files,
+        )
         self.on_remote_change: Callable[[Inode], None] = lambda ino: None
         """Called with an inode whose content another writer replaced: cached pages are stale."""
         self.logs.on_sealed = lambda ino, unchanged: self.settler.sealed(ino, provisional=True, unchanged=unchanged)
@@ -130,6 +141,7 @@ class Replica:
                     nursery.start_soon(self.publisher.run)
                     nursery.start_soon(self.logs.run)
                     nursery.start_soon(self.tombstones.run)
+                    nursery.start_soon(self.evictor.run)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
@@ -288,10 +300,8 @@ class Replica:
 
     def newest_safe_set(self) -> dict[str, object] | None:
         """The newest directory with files that is not an incomplete set and of which everything is replicated."""
-        for ino, mtime_ns in self._totals.newest_directories(_SETS_LOOKED_AT):
-            if self._set_state(ino) is not False and not self._totals.pending_under(ino, limit=1):
-                return {"path": self._text(ino), "at": mtime_ns / 1e9}
-        return None
+        found = self._newest_safe()
+        return None if found is None else {"path": self._text(found[0]), "at": found[1] / 1e9}
 
     def take_credentials(self, env: Mapping[str, str]) -> None:
         """Use these AWS_* variables from now on. Raises RemoteError when they make no sense."""
@@ -299,6 +309,17 @@ class Replica:
         self.publisher.retry_now()
 
     # Within
+
+    def _newest_safe(self) -> tuple[Inode, int] | None:
+        """The directory of `newest_safe_set`, and its mtime in ns."""
+        for ino, mtime_ns in self._totals.newest_directories(_SETS_LOOKED_AT):
+            if self._set_state(ino) is not False and not self._totals.pending_under(ino, limit=1):
+                return ino, mtime_ns
+        return None
+
+    def _newest_safe_files(self) -> set[Inode]:
+        found = self._newest_safe()
+        return set() if found is None else self._totals.files_under(found[0])
 
     def _set_state(self, directory: Inode) -> bool | None:
         """None: not a recognised set; else whether it is complete."""

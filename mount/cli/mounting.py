@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -292,6 +293,10 @@ def _examine(store: Path, force: bool) -> None:
         store.mkdir(parents=True, exist_ok=True, mode=0o700)
         found: Probe = probe(store)
     except OSError as error:
+        if error.errno == errno.ENOSPC and placement.is_store(store):  # it was examined before, and keeps a reserve
+            click.echo(f"warning: the disk of the store {store} is full: nothing can be saved until there is room",
+                       err=True)
+            return
         raise StoreError(f"the store {store} cannot be used: {error.strerror}") from error
     if found.refusal is not None and not force:
         raise StoreError(f"the store {store}: {found.refusal}; choose another (--store), or insist with --force")

@@ -15,8 +15,10 @@ _COMMAND_S = 30.0
 
 
 @contextmanager
-def small_disk(directory: Path, size_mib: int) -> Iterator[Path]:
+def small_disk(directory: Path, size_mib: int, *, journal: bool = False) -> Iterator[Path]:
     """The mountpoint of an empty ext4 of *size_mib* below *directory*; skips the test where that cannot be made.
+
+    With a *journal*, as usual, what was freed can be used again only after the next commit of it.
 
     The loop device goes with the mount (autoclear). What still uses the disk at the end is detached from it.
     """
@@ -27,7 +29,7 @@ def small_disk(directory: Path, size_mib: int) -> Iterator[Path]:
     with open(file, "wb") as disk:
         disk.truncate(size_mib << 20)
     try:
-        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(file))
+        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "has_journal" if journal else "^has_journal", str(file))
         done = _run("mount", "-o", "loop", str(file), str(top), check=False)
         if done.returncode:
             pytest.skip(f"a loop device cannot be mounted here: {done.stderr.strip()}")

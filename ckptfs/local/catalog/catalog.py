@@ -10,17 +10,19 @@ The tables' owners: `names` (inodes, directory entries, xattrs), `contents` (ima
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from ckptfs.errors import StoreError
 from ckptfs.ids import WriterId
+from ckptfs.local.ballast import LOG_LEAVES
 from ckptfs.local.catalog import schema
 
 log = logging.getLogger(__name__)
@@ -28,13 +30,22 @@ log = logging.getLogger(__name__)
 SELF = 1
 """writer.id of this store."""
 
-_RESERVE_BYTES = 32 << 20
-"""Allocated for the WAL beforehand (or a sixteenth of a small disk's room): on a full disk one must be able to delete.
-Twice what it grows to before it is checkpointed."""
+SPARE_BYTES = 512 << 10
+"""Allocated behind the end of the WAL whenever a transaction begins: on a full disk one must be able to delete."""
+_STEP_BYTES = 1 << 20
+"""Allocated there at once when there is less."""
+_CROWDED = 8
+"""Transactions between two checkpoints when nothing can be allocated: together they write less than the spare."""
 
-_FALLOC_FL_KEEP_SIZE = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+class Allocator(Protocol):
+    """Who gives a file blocks before they are written (the ballast)."""
+
+    def __call__(self, fd: int, start: int, length: int, *, keeping: float = 0.0) -> bool: ...
+
+
+def _no_allocator(fd: int, start: int, length: int, *, keeping: float = 0.0) -> bool:
+    return False
 
 
 class Catalog:
@@ -43,8 +54,11 @@ class Catalog:
     Raises StoreError when the file is not a catalog, is damaged, or was written by a newer ckptfs.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, allocate: Allocator = _no_allocator) -> None:
+        """With *allocate* the WAL has blocks before it needs them, and so has the database file."""
         self.path = path
+        self._allocate = allocate
+        self._crowded = 0
         try:
             self.db = sqlite3.connect(os.fspath(path), isolation_level=None, cached_statements=512)
             self.db.execute("PRAGMA journal_mode = WAL")
@@ -55,9 +69,10 @@ class Catalog:
             schema.migrate(self.db)
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{path} is not a usable catalog: {error}") from error
-        self._transaction = _Transaction(self.db, path)
+        self._transaction = _Transaction(self.db, path, self._begin)
         self._wal = os.open(f"{path}-wal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _reserve(self._wal)
+        # Closed after the connection: closing any descriptor of the file earlier would drop SQLite's locks.
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
         """All or nothing; a transaction inside another joins it. Raises OSError when the disk is full."""
@@ -76,6 +91,38 @@ class Catalog:
     def sync_wal(self) -> None:
         """Make every commit so far survive a power cut. Safe to call from any thread."""
         os.fdatasync(self._wal)
+
+    def reserve(self, spare_bytes: int = SPARE_BYTES, *, keeping: float = LOG_LEAVES) -> bool:
+        """Have at least *spare_bytes* allocated behind the end of the WAL; whether they are."""
+        return self._spare_bytes() >= spare_bytes or self._allocate(
+            self._wal, os.fstat(self._wal).st_size, max(spare_bytes, _STEP_BYTES), keeping=keeping
+        )
+
+    def _spare_bytes(self) -> int:
+        wal = os.fstat(self._wal)
+        return wal.st_blocks * 512 - wal.st_size
+
+    def _begin(self) -> None:
+        """Before a transaction: where the WAL cannot grow, on a full disk, let it begin anew from time to time."""
+        if self._spare_bytes() >= SPARE_BYTES or self._allocate is _no_allocator:
+            return
+        self.grow()  # first: without that the WAL could never begin anew
+        if self.reserve():
+            return
+        self._crowded -= 1
+        if self._crowded <= 0:
+            self._crowded = _CROWDED
+            try:
+                self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            except sqlite3.OperationalError as error:
+                log.warning("the log of %s does not begin anew: %s", self.path, error)
+
+    def grow(self) -> None:
+        """Allocate what the next `checkpoint` adds to the database file."""
+        (pages,), (page_bytes,) = (self.db.execute(f"PRAGMA {each}").fetchone() for each in ("page_count", "page_size"))
+        size = os.fstat(self._file).st_size
+        if pages * page_bytes > size:
+            self._allocate(self._file, size, pages * page_bytes - size)
 
     def checkpoint(self) -> None:
         """Move the WAL's content into the database file, on a connection of its own; blocks for its fsyncs.
@@ -115,12 +162,14 @@ class Catalog:
     def close(self) -> None:
         """Checkpoint and close. The WAL file goes with it, but on a full disk, where the next opening finds it."""
         try:
+            self.grow()
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.OperationalError as error:
             log.warning("%s keeps its log: %s", self.path, error)
         finally:
             self.db.close()
             os.close(self._wal)
+            os.close(self._file)
 
 
 class _Transaction:
@@ -129,15 +178,18 @@ class _Transaction:
     A class of its own, not a generator: every request passes here several times.
     """
 
-    def __init__(self, db: sqlite3.Connection, path: Path) -> None:
+    def __init__(self, db: sqlite3.Connection, path: Path, begins: Callable[[], object]) -> None:
+        """*begins* is called before each."""
         self._db = db
         self._path = path
+        self._begins = begins
         self._depth = 0
         self.commits = 0
         self.rollbacks = 0
 
     def __enter__(self) -> sqlite3.Connection:
         if not self._depth:
+            self._begins()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
@@ -169,9 +221,3 @@ class _Transaction:
             self._db.execute("ROLLBACK")
         if isinstance(error, sqlite3.OperationalError) and "is full" in str(error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path)) from error
-
-
-def _reserve(fd: int) -> None:
-    """Allocate blocks behind the end of the WAL; best effort, since a disk may not offer it."""
-    room = os.fstatvfs(fd)
-    _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, 0, min(_RESERVE_BYTES, room.f_bavail * room.f_frsize // 16))

@@ -40,6 +40,21 @@ class Packs:
             )
         return found
 
+    def reached(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        """Those of *chunks* that lie in a pack which an acknowledged head, ours or one that we followed, reaches."""
+        found: set[ChunkId] = set()
+        for batch in _batches(chunks):
+            marks = ",".join("?" * len(batch))
+            found.update(
+                ChunkId(row[0])
+                for row in self._db.execute(
+                    "SELECT packed.chunk FROM packed JOIN pack ON pack.id = packed.pack"
+                    f" WHERE packed.chunk IN ({marks}) AND pack.head IS NOT NULL",
+                    batch,
+                )
+            )
+        return found
+
     def placed(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
         """Where the remote has *chunks*; those that it lacks are left out."""
         found: dict[ChunkId, Placed] = {}

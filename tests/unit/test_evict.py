@@ -1,0 +1,232 @@
+"""Eviction: which images make way, in which order, and which never do."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+import trio
+
+from ckptfs.encoding.manifest import Content, decode_content
+from ckptfs.errors import RemoteError
+from ckptfs.ids import ImageId, Inode
+from ckptfs.local.room import Room
+from ckptfs.local.store import Store
+from ckptfs.replica.bound import BoundStore
+from ckptfs.replica.evict import Evictor
+from tests.support.consistency import problems
+from tests.support.memory import MemoryStore
+from tests.support.publishing import CALLER, Machine, machine, run
+
+SIZE = 64 << 10
+
+
+class Remote:
+    """Stands for the bound remote."""
+
+    error: RemoteError | None = None
+
+    def recognise(self, age_s: float = 0.0) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class FakeRoom(Room):
+    """Lacks what a test says, less what was deleted since."""
+
+    def __init__(self, made: Machine) -> None:
+        super().__init__(made.store.path)
+        self._made = made
+        self._until_bytes = float("inf")
+
+    def lack(self, length: int) -> None:
+        self._until_bytes = self._bytes() - length
+
+    def lacking_bytes(self, *, saving: bool = False) -> int:
+        return int(max(0, self._bytes() - self._until_bytes))
+
+    def _bytes(self) -> int:
+        store = self._made.store
+        return sum(store.images.status(image).st_blocks * 512 for image in store.images.ids())
+
+
+class Evicting:
+    """A machine with published files, and its evictor."""
+
+    def __init__(self, made: Machine) -> None:
+        self.made, self.room, self.remote = made, FakeRoom(made), Remote()
+        self.held: set[ImageId] = set()
+        self.newest: set[Inode] = set()
+        self.evictor = Evictor(
+            made.store,
+            cast(BoundStore, self.remote),
+            self.room,
+            content=self._content,
+            is_open=made.fs.is_open,
+            holds=lambda image: image in self.held,
+            newest_set=lambda: self.newest,
+        )
+
+    async def _content(self, manifest: int) -> Content:
+        body = self.made.store.contents.manifest(manifest).body
+        assert body is not None
+        return decode_content(body)
+
+    async def write(self, *names: str) -> None:
+        for name in names:
+            await self.made.write(name, random.Random(name).randbytes(SIZE))
+
+    async def image(self, name: str) -> ImageId | None:
+        return self.made.store.names.inode(await self.made.walk(name)).image
+
+    async def here(self, *names: str) -> list[str]:
+        return [name for name in names if await self.image(name) is not None]
+
+    async def need(self, length: int) -> None:
+        """Let a program that saves wait for *length* bytes."""
+        self.room.lack(length)
+        await self.evictor.make_room()
+        self.room.lack(0)
+
+
+@asynccontextmanager
+async def evicting(path: Path) -> AsyncIterator[Evicting]:
+    async with machine(path, MemoryStore()) as made, trio.open_nursery() as nursery:
+        found = Evicting(made)
+        nursery.start_soon(found.evictor.run)
+        yield found
+        nursery.cancel_scope.cancel()
+
+
+def test_the_least_recently_used_goes_first_and_the_newest_set_last(tmp_path: Path) -> None:
+    """As many as are needed, no more; what another machine saved before what was saved here."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store") as it:
+            await it.write("a", "b", "c", "d", "e")
+            await it.made.publish()
+            inos = {name: await it.made.walk(name) for name in "abcde"}
+            with it.made.store.catalog.transaction() as db:
+                other = it.made.store.catalog.writer_row(type(it.made.store.writer)(bytes(16)))
+                db.execute("UPDATE dirent SET origin_writer = ? WHERE ino = ?", (other, inos["d"]))
+            it.newest = {inos["a"]}
+            for name in "adceb":
+                it.evictor.used(inos[name])
+            await it.need(0)
+            assert await it.here(*"abcde") == [*"abcde"], "nothing without need"
+            for left in ("abce", "abe", "ab", "a", ""):
+                await it.need(1)
+                assert await it.here(*"abcde") == [*left]
+            status = it.made.fs.attributes(it.made.store.names.inode(inos["a"]))
+            assert (status.size, status.blocks * 512) == (SIZE, SIZE)
+
+    run(main)
+
+
+def test_what_somebody_needs_stays(tmp_path: Path) -> None:
+    """What is not published as it is, in a cut, open, opened by others, held, or in a pack that no head reaches."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store") as it:
+            names = ["changed", "cut", "open", "opened", "held", "unreached", "free"]
+            await it.write(*names)
+            await it.made.publish()
+            store, files = it.made.store, it.made.fs
+            await it.made.chmod("changed", 0o600)
+            image = await it.image("held")
+            assert image is not None
+            it.held.add(image)
+            fh = await files.open(await it.made.walk("open"), os.O_RDONLY, CALLER)
+            opened = await it.image("opened")
+            assert opened is not None
+            fd = os.open(store.images.file(opened), os.O_RDONLY)
+            with store.catalog.transaction() as db:
+                row = db.execute("SELECT ino, image, manifest FROM inode WHERE ino = ?", (await it.made.walk("cut"),))
+                db.execute(
+                    "INSERT INTO cut_entry (cut, dir, name, ino, image, manifest, stamp, changed, kept)"
+                    " VALUES (99, 99, x'00', ?, ?, ?, 0, 0, 0)",
+                    row.fetchone(),
+                )
+                db.execute(
+                    "UPDATE pack SET head = NULL WHERE id IN (SELECT pack FROM packed JOIN location USING (chunk)"
+                    " WHERE image = ?)",
+                    (await it.image("unreached"),),
+                )
+            await it.need(100 * SIZE)
+            assert await it.here(*names) == names[:-1]
+            os.close(fd)
+            await files.release(fh)
+            await it.made.publish()
+            await trio.sleep(0.6)  # it rests after it found nothing
+            await it.need(100 * SIZE)
+            assert await it.here(*names) == ["cut", "held"], "the others are published, and nobody has them open"
+
+    run(main)
+
+
+def test_nothing_makes_way_while_the_remote_is_in_doubt(tmp_path: Path) -> None:
+    """And nobody waits for that a second time."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store") as it:
+            await it.write("a")
+            await it.made.publish()
+            it.remote.error = RemoteError("there is another bucket")
+            await it.need(1)
+            assert await it.here("a") == ["a"]
+            it.remote.error = None
+            it.room.lack(1)
+            started = trio.current_time()
+            await it.evictor.make_room()
+            assert trio.current_time() - started < 0.5
+            assert await it.here("a") == ["a"]
+
+    run(main)
+
+
+def test_a_kill_before_the_file_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are gone and the file is not: the next opening deletes it, and the file is one that is elsewhere."""
+    path = tmp_path / "store"
+
+    async def main() -> None:
+        async with evicting(path) as it:
+            await it.write("a", "b")
+            await it.made.publish()
+            monkeypatch.setattr(it.made.store.sync, "delete_later", lambda image: None)
+            await it.need(1)
+            assert await it.here("a", "b") == []
+
+    run(main)
+    store = Store.open(path)
+    try:
+        assert len(list(store.images.ids())) == 2, "as it was left"
+        trio.run(store.sync.flush)
+        assert not list(store.images.ids())
+    finally:
+        store.close()
+    assert problems(path) == []
+
+
+def test_a_disk_looks_as_free_as_it_can_become(tmp_path: Path) -> None:
+    """Without a query for each look; what was evicted is free already, and the reserve never is."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store") as it:
+            await it.write("a", "b")
+            await it.made.publish()
+            disk = os.statvfs_result((4096, 4096, 1 << 20, 1 << 16, 1 << 16, 0, 0, 0, 0, 255))
+            reserve = it.room.reserve_bytes() // 4096
+            assert it.evictor.shown(disk).f_bavail == max(0, (1 << 16) - reserve)
+            it.evictor._looked_at_s = float("-inf")
+            with trio.fail_after(5):
+                while it.evictor.shown(disk).f_bfree != (1 << 16) + 2 * SIZE // 4096:
+                    await trio.sleep(0.01)
+            await it.need(1)
+            assert it.evictor.shown(disk).f_bfree == (1 << 16) + SIZE // 4096
+
+    run(main)
