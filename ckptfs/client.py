@@ -209,8 +209,10 @@ def mounted(
     """Mount for the length of a `with` block; gives the mountpoint.
 
     The daemon is a process of its own. At the end, also after an exception, uploads are waited for (unless *wait* is
-    False: then the next mount of the same store goes on with them) and the directory is unmounted. *options* are
-    further options of `ckptfs mount`. Raises MountError with the command's own words.
+    False: then the next mount of the same store goes on with them) and the directory is unmounted, unless it was
+    mounted before. An exception of the block is raised as it is; when the directory cannot be unmounted then, a file
+    being open still, it stays mounted and a note on the exception says so. *options* are further options of
+    `ckptfs mount`. Raises MountError with the command's own words.
     """
     path = _absolute(mountpoint)
     command = ["mount", *options]
@@ -220,11 +222,35 @@ def mounted(
         command += ["--store", _absolute(store)]
     if read_only:
         command.append("--read-only")
+    before = _is_mounted(path)
     _run([*command, "--", path])
+
+    def unmount() -> None:
+        if not before:
+            _run(["umount", *([] if wait else ["--no-wait"]), "--", path], fine=(0,) if wait else (0, 3))
+
     try:
         yield Path(path)
-    finally:
-        _run(["umount", *([] if wait else ["--no-wait"]), "--", path], fine=(0,) if wait else (0, 3))
+    except BaseException as error:
+        try:
+            unmount()
+        except MountError as left:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"{path} stays mounted: {left}")
+        raise
+    unmount()
+
+
+def _is_mounted(path: str) -> bool:
+    """Whether a ckptfs that answers is mounted at *path*."""
+    mount = mount_of(path)
+    if mount is None or mount.type != CKPTFS_TYPE or mount.mountpoint != path:
+        return False
+    try:
+        os.stat(path)
+    except OSError:  # its daemon is gone
+        return False
+    return True
 
 
 def _absolute(path: PathLike) -> str:

@@ -158,4 +158,5 @@ def _places(manifest: Manifest) -> dict[ChunkId, Placed]:
 
 
 def _unavailable(digest: ObjectId, error: Exception) -> ContentUnavailable:
-    return ContentUnavailable(f"manifest {digest.hex()} cannot be had from the remote: {error or 'no answer in time'}")
+    why = str(error) or "no answer in time"
+    return ContentUnavailable(f"manifest {digest.hex()} cannot be had from the remote: {why}")

@@ -146,7 +146,8 @@ class Merger:
                 log.warning("what other writers changed below directory %d is not all merged yet: %s", directory, error)
                 return
             path = self._names.path(directory).decode(errors="replace")
-            raise ContentUnavailable(f"what {path} holds cannot be had from the remote now: {error}") from error
+            why = str(error) or "no answer in time"
+            raise ContentUnavailable(f"what {path} holds cannot be had from the remote now: {why}") from error
 
     # Within
 

@@ -295,6 +295,27 @@ def test_a_waiting_client_that_hangs_up_harms_nothing(site: Site) -> None:
     assert "Traceback" not in site.log()
 
 
+def test_mounted_in_python_hides_no_exception_and_unmounts_no_other_mount(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception while a file is open is the training's own, with a note; what was mounted before stays mounted."""
+    monkeypatch.setenv("XDG_DATA_HOME", site.environment["XDG_DATA_HOME"])
+    site.mount()
+    with ckptfs.mounted(site.mountpoint):
+        pass
+    assert is_mounted(site.mountpoint)
+    site.umount()
+    with pytest.raises(ValueError, match="training broke") as caught, ckptfs.mounted(
+        site.mountpoint, store=site.store, options=("--force",)
+    ) as path:
+        file = open(path / "checkpoint", "wb", buffering=0)  # noqa: SIM115
+        raise ValueError("training broke")
+    assert is_mounted(site.mountpoint)
+    assert "stays mounted" in "".join(getattr(caught.value, "__notes__", ["stays mounted"]))
+    file.close()
+    site.umount()
+
+
 def test_mounted_in_python_lasts_for_the_block(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """`with ckptfs.mounted(...)` mounts in another process and unmounts, also after an exception."""
     monkeypatch.setenv("XDG_DATA_HOME", site.environment["XDG_DATA_HOME"])
