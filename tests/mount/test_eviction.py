@@ -123,6 +123,7 @@ def test_a_save_takes_the_room_of_what_was_fetched(far: Site, disk: Path, near: 
     assert is_right(near / "new", of=1)
 
 
+@pytest.mark.slow
 def test_one_large_file_takes_the_room_of_what_was_fetched(far: Site, machines: Machines) -> None:
     """Faster than anybody looks, where the daemon writes: what does not fit waits until something made way."""
     there = far.mountpoint
@@ -136,6 +137,7 @@ def test_one_large_file_takes_the_room_of_what_was_fetched(far: Site, machines: 
     assert is_right(there / "set")
 
 
+@pytest.mark.slow
 def test_nothing_is_evicted_without_need(far: Site, disk: Path) -> None:
     """A disk as full as fetched bytes may make it stays so while nothing is saved, however long; `df` knows better."""
     before = local_bytes(far)
@@ -181,6 +183,7 @@ def test_what_is_not_published_stays(far: Site, way: FaultProxy) -> None:
     assert ckptfs.wait(there, "replicated", 120)
 
 
+@pytest.mark.slow
 def test_nothing_is_evicted_while_the_remote_does_not_answer(far: Site, way: FaultProxy) -> None:
     """Then what is here may be all there is. The save is as quick as ever, and gets ENOSPC where the disk ends."""
     there = far.mountpoint
@@ -199,6 +202,7 @@ def test_nothing_is_evicted_while_the_remote_does_not_answer(far: Site, way: Fau
     assert is_right(there / "again", of=2) and is_right(there / "set")
 
 
+@pytest.mark.slow
 def test_old_checkpoints_of_our_own_make_way(tmp_path: Path, machines: Machines) -> None:
     """A disk that holds two sets takes five, one after the other: those that were published before make way."""
     with small_disk(tmp_path, 2 * SET_BYTES // MIB) as top:
@@ -214,6 +218,7 @@ def test_old_checkpoints_of_our_own_make_way(tmp_path: Path, machines: Machines)
             assert is_right(here / f"step-{step}", of=step, shards=SHARDS // 2)
 
 
+@pytest.mark.slow
 def test_kills_during_eviction_lose_nothing(far: Site, disk: Path, machines: Machines) -> None:
     """The daemon is killed again and again while it makes room for a save; after each mount every byte is there."""
     there = far.mountpoint
