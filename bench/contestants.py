@@ -109,7 +109,7 @@ def _ckptfs(name: str, work: Path, remote: str | None, settled: str, *options: s
             if not ckptfs.wait(directory, settled, timeout=_SETTLE_S):
                 raise TimeoutError(f"{name}: not {settled} after {_SETTLE_S:.0f} s")
 
-        yield Contestant(name, directory, lambda: [pid], settle)
+        yield Contestant(name, directory, lambda: process_tree(pid), settle)
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Watch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         machine.reset_peak(self._pid)
-        started, cpu_before = time.monotonic(), machine.cpu_seconds([self._pid])
+        started, cpu_before = time.monotonic(), machine.cpu_seconds(machine.process_tree(self._pid))
         yield
         self._phases.append(
             Phase(
@@ -64,7 +64,7 @@ class Watch:
                 time.monotonic() - started,
                 machine.status_bytes(self._pid, "VmHWM"),
                 machine.status_bytes(self._pid, "VmRSS"),
-                machine.cpu_seconds([self._pid]) - cpu_before,
+                machine.cpu_seconds(machine.process_tree(self._pid)) - cpu_before,
             )
         )
         console.print(f"   {name}: peak {self._phases[-1].peak_bytes / MIB:.0f} MiB")
