@@ -115,7 +115,7 @@ class Sealer:
     def _take(self) -> dict[ImageId, int]:
         """The next images to seal, and their bytes: a large one on its own; small ones share the flushes of the disk.
 
-        None when there are only small ones, and more are coming in.
+        Nothing when there are only small ones, and more are coming in.
         """
         taken = [image for image, size in self._queue.items() if size > _BATCH_BYTES][:1]
         if not taken and (len(self._queue) == 1 or not self._is_burst()):
