@@ -165,9 +165,14 @@ def begin_writing_out(files: Iterable[str]) -> None:
         except FileNotFoundError:
             continue
         try:
-            _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
+            begin_writing_out_of(fd)
         finally:
             os.close(fd)
+
+
+def begin_writing_out_of(fd: int) -> None:
+    """The same for one open file."""
+    _libc.sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 def data_spans(fd: int, size: int) -> list[tuple[int, int]]:

@@ -25,13 +25,17 @@ from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
 from ckptfs.ids import ImageId, ObjectId, digest
 from ckptfs.local.catalog.contents import Contents, Location
 from ckptfs.local.catalog.packs import Packs
-from ckptfs.local.images import Images
+from ckptfs.local.images import Images, begin_writing_out_of
 from ckptfs.remote.base import ObjectStore
 from ckptfs.replica.manifests import Manifests
+from ckptfs.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 2
+
+_scratch = Scratch()
+"""Each thread decodes one chunk after another into the same memory."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class ChunkFetcher:
         remote: ObjectStore,
         tuning: Tuning,
         limiter: trio.CapacityLimiter,
-        write: Callable[[int, bytes | bytearray, int], int],
+        write: Callable[[int, memoryview, int], int],
     ) -> None:
         self._contents = contents
         self._packs = packs
@@ -133,13 +137,14 @@ class ChunkFetcher:
             source = self._images.open(place.image)
         except FileNotFoundError as error:
             return Outcome(wanted, FormatError(f"the image is gone: {error}"))
+        raw = _scratch.buffer(place.length)
         try:
-            raw = os.pread(source, place.length, place.offset)
+            length = os.preadv(source, [raw], place.offset)
         except OSError as error:
             return Outcome(wanted, FormatError(f"the image cannot be read: {error}"))
         finally:
             os.close(source)
-        return self._put(wanted, raw, fd)
+        return self._put(wanted, raw[:length], fd)
 
     # The remote
 
@@ -241,25 +246,28 @@ class ChunkFetcher:
         for wanted, at in run:
             encoded = data[at.offset - start : at.offset - start + at.length]
             try:
-                raw = decode(at.codec, encoded, wanted.chunk.length)
+                raw = decode(at.codec, encoded, wanted.chunk.length, _scratch.buffer)
             except FormatError as error:
                 outcomes.append(Outcome(wanted, error))
                 continue
             outcomes.append(self._put(wanted, raw, fd))
+        if fd is not None:  # the flush that must come before these are recorded finds little left to do
+            begin_writing_out_of(fd)
         return outcomes
 
-    def _put(self, wanted: Wanted, raw: bytes | bytearray, fd: int | None) -> Outcome:
+    def _put(self, wanted: Wanted, raw: memoryview, fd: int | None) -> Outcome:
+        """*raw* is copied when it has to outlive this call."""
         chunk = wanted.chunk
         if len(raw) != chunk.length or digest(raw) != chunk.id:
             return Outcome(wanted, FormatError(f"the bytes are not chunk {chunk.id.hex()}"))
         if fd is None:
-            return Outcome(wanted, None, raw)
+            return Outcome(wanted, None, bytes(raw))
         try:
             written = 0
             while written < len(raw):
-                written += self._write(fd, raw[written:] if written else raw, wanted.offset + written)
+                written += self._write(fd, raw[written:], wanted.offset + written)
         except OSError as error:
-            return Outcome(wanted, error, raw)
+            return Outcome(wanted, error, bytes(raw))
         return Outcome(wanted, None)
 
 

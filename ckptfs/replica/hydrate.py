@@ -50,7 +50,7 @@ class Hydrator:
         tuning: Tuning,
         room: Room,
         *,
-        write: Callable[[int, bytes | bytearray, int], int] = os.pwrite,
+        write: Callable[[int, memoryview, int], int] = os.pwrite,
     ) -> None:
         """*write* stands for os.pwrite in tests of a failing disk."""
         self._stop = threading.Event()
