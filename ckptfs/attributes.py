@@ -26,6 +26,8 @@ class Attributes:
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
+    whole: bool
+    """Whether all its bytes are on this disk."""
 
 
 @dataclass(frozen=True)

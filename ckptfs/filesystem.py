@@ -132,8 +132,9 @@ class FileSystem:
             size, blocks = 4096, 8
         # 1 says "not counted", and keeps find from concluding that there are no subdirectories.
         nlink = row.nlink if row.expanded or not row.nlink else 1
+        whole = row.image_whole == 1 or not stat.S_ISREG(row.mode)
         return Attributes(
-            row.ino, row.mode, nlink, row.uid, row.gid, row.rdev, size, blocks, row.atime_ns, mtime_ns, ctime_ns
+            row.ino, row.mode, nlink, row.uid, row.gid, row.rdev, size, blocks, row.atime_ns, mtime_ns, ctime_ns, whole
         )
 
     def statfs(self) -> os.statvfs_result:

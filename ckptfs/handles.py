@@ -11,7 +11,7 @@ import trio
 from ckptfs.encoding.manifest import Content
 from ckptfs.ids import Inode
 from ckptfs.local.images import Image
-from ckptfs.spans import Runs, SpanSet
+from ckptfs.reading import Reading
 
 
 class ChangeListener(Protocol):
@@ -34,7 +34,7 @@ class ByteSource(Protocol):
     def begin(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def ensure(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def read(self, image: Image, content: Content, start: int, end: int) -> bytes: ...
-    def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None: ...
+    def read_ahead(self, image: Image, content: Content, position: int, reading: Reading) -> None: ...
     async def room_for(self, image: Image, content: Content, start: int, end: int) -> None: ...
     async def record(self, image: Image) -> None: ...
 
@@ -102,10 +102,8 @@ class OpenFile:
     """Its names belong to another inode, with other content, by now."""
     created_by: int | None = None
     """The catalog's commit that created it; None for a file that was opened."""
-    touched: SpanSet = field(default_factory=SpanSet)
-    """What of it was read, where bytes were elsewhere when it was opened ..."""
-    touched_bytes: int = 0
-    """... and how much that is."""
+    reading: Reading = field(default_factory=Reading)
+    """What was read of it, where bytes were elsewhere when it was opened."""
     lock: trio.Lock = field(default_factory=trio.Lock)
 
     @property
@@ -121,12 +119,11 @@ class OpenFile:
 
 @dataclass
 class Handle:
-    """One open(): what it may do, and what its last reads were."""
+    """One open(), and what it may do."""
 
     file: OpenFile
     flags: int
     privileged: bool
-    runs: Runs = field(default_factory=Runs)
 
     @property
     def writes(self) -> bool:

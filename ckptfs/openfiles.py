@@ -278,8 +278,7 @@ class OpenFiles:
         if offset >= end:
             return b""
         self._was_read(file, offset, end)
-        run_start, position = handle.runs.read(offset, end)
-        self._source.read_ahead(file.image, file.content, run_start, position)
+        self._source.read_ahead(file.image, file.content, end, file.reading)
         if file.image.present is not None and file.image.present.covers(offset, end):
             return os.pread(file.image.fd, end - offset, offset)
         return await self._source.read(file.image, file.content, offset, end)
@@ -463,9 +462,7 @@ class OpenFiles:
 
     def _was_read(self, file: OpenFile, offset: int, end: int) -> None:
         assert file.content is not None
-        end = min(end, file.content.size)
-        file.touched_bytes += sum(last - first for first, last in file.touched.missing(offset, end))
-        file.touched.add(offset, end)
+        file.reading.was_read(offset, min(end, file.content.size), cold=not file.image.whole)
         self.on_cold_read(file)
 
     def _finish_writing(self, file: OpenFile) -> None:

@@ -2,9 +2,10 @@
 
 A checkpoint is split over files that are read one after another, and the line to the remote is idle while the reader
 works on what it has. Who reads a part of it looks the same until it stops, and must not pay for the rest. So nothing of
-the next shards is fetched before half of one was read; then a share, one eighth, of what was read; and as much as was
-read once two shards were read whole. Fetching goes on only while nobody else waits for the remote, the set is being
-read, and the disk has room that no save wants.
+the next shards is fetched before half of one was read; then what its readers have earned (`ckptfs.reading`), which they
+share with what is fetched ahead of them in their own file; and as much as was read once two shards were read whole.
+Fetching goes on only while nobody else waits for the remote, the set is being read, and the disk has room that no save
+wants.
 
 Who calls: the event loop's thread. `run` fetches for one set at a time, the one that was read last.
 """
@@ -24,16 +25,15 @@ from ckptfs.ids import Inode
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
 from ckptfs.openfiles import OpenFiles
+from ckptfs.reading import Account
 from ckptfs.replica import sets
 
 log = logging.getLogger(__name__)
 
 BEGIN_SHARE = 2
 """One part in so many of a shard is read before anything of the next is fetched ..."""
-CAUTIOUS_SHARE = 8
-"""... bytes of the set read for one that is fetched ahead ..."""
 WHOLE_SHARDS = 2
-"""... until so many shards were read whole: from then on as many are fetched ahead as were read."""
+"""... and when so many shards were read whole, as much is fetched ahead as was read."""
 _WHOLE_PARTS = 8
 """A shard counts as read whole when all but one part in so many was: what the kernel has is not asked for again."""
 _STEP_BYTES = 16 << 20
@@ -60,6 +60,7 @@ class _Set:
     """Shards in their order, and what is known of each."""
 
     shards: list[Inode]
+    account: Account
     active_s: float = 0.0
     read: dict[Inode, int] = field(default_factory=dict)
     """Bytes that were read of a shard."""
@@ -73,8 +74,20 @@ class _Set:
 
     def allowed(self) -> int:
         """How many bytes more may be fetched ahead."""
-        read = sum(self.read.values())
-        return (read if len(self.whole) >= WHOLE_SHARDS else read // CAUTIOUS_SHARE) - sum(self.ahead.values())
+        if len(self.whole) >= WHOLE_SHARDS:
+            return sum(self.read.values()) - sum(self.ahead.values())
+        return self.account.left()
+
+    def ahead_of(self, ino: Inode, length: int) -> None:
+        """So many bytes more of a shard were fetched of which nothing was read yet."""
+        self.ahead[ino] = self.ahead.get(ino, 0) + length
+        self.account.unread_bytes += length
+
+    def reached(self, ino: Inode) -> int:
+        """A shard is being read now; how much of it was fetched before."""
+        length = self.ahead.pop(ino, 0)
+        self.account.unread_bytes -= length
+        return length
 
     def next(self) -> Inode | None:
         """The first shard to fetch from behind the last that is being read."""
@@ -99,16 +112,16 @@ class Siblings:
         """Something of *file* was read, which was not all here when it was opened."""
         if file.content is None:
             return
-        read_bytes, size = file.touched_bytes, file.content.size
+        read_bytes, size = file.reading.touched_bytes, file.content.size
         if read_bytes * BEGIN_SHARE < size:
             return
-        found = self._find(file.ino)
+        found = self._find(file)
         if found is None:
             return
         found.read[file.ino] = max(read_bytes, found.read.get(file.ino, 0))
         if read_bytes >= size - size // _WHOLE_PARTS:
             found.whole.add(file.ino)
-        found.ahead.pop(file.ino, None)
+        found.reached(file.ino)
         self._active(found)
 
     def opened(self, file: OpenFile) -> None:
@@ -116,8 +129,9 @@ class Siblings:
         found = self._set_of.get(file.ino)
         if found is None:
             return
+        file.reading.account = found.account
         if file.image.whole and file.ino in found.ahead:
-            found.read[file.ino] = found.ahead.pop(file.ino)
+            found.read[file.ino] = found.reached(file.ino)
             found.whole.add(file.ino)
         self._active(found)
 
@@ -162,7 +176,7 @@ class Siblings:
                     self._rest(found)
                     return
                 await self._source.ensure(file.image, file.content, start, end)
-                found.ahead[ino] = found.ahead.get(ino, 0) + end - start
+                found.ahead_of(ino, end - start)
         finally:
             self._files.give_back(file)
 
@@ -189,13 +203,14 @@ class Siblings:
         self._newest = found
         self._news.set()
 
-    def _find(self, ino: Inode) -> _Set | None:
-        """The set that *ino* is a shard of."""
+    def _find(self, file: OpenFile) -> _Set | None:
+        """The set that *file* is a shard of."""
+        ino = file.ino
         if ino not in self._set_of:
             if len(self._set_of) > _FILES:
                 self._set_of.clear()
             inos = self._shards(ino)
-            found = self._set_of[ino] = _Set(inos) if inos else None
+            found = self._set_of[ino] = _Set(inos, file.reading.account) if inos else None
             self._set_of.update((each, found) for each in inos)
         return self._set_of[ino]
 

@@ -72,6 +72,17 @@ class SpanSet:
         """How many bytes the set holds."""
         return sum(self._ends) - sum(self._starts)
 
+    def lacks(self, start: int, end: int) -> int:
+        """How many offsets of ``[start, end)`` are not in the set."""
+        return sum(last - first for first, last in self.missing(start, end))
+
+    def run(self, offset: int) -> Span:
+        """The span that *offset* is in, or ends; an empty one at *offset* when there is none."""
+        at = bisect_right(self._starts, offset) - 1
+        if at < 0 or self._ends[at] < offset:
+            return offset, offset
+        return self._starts[at], self._ends[at]
+
     def __iter__(self) -> Iterator[Span]:
         return iter(list(zip(self._starts, self._ends, strict=True)))
 
@@ -83,28 +94,3 @@ class SpanSet:
 
     def __repr__(self) -> str:
         return f"SpanSet({list(self)!r})"
-
-
-JUMP_BYTES = 1 << 20
-"""A read this far from where another ended goes on with it: the kernel reads ahead in several requests at once."""
-RUNS = 4
-"""Runs remembered of one handle: threads that share a mapped file read at several places of it in turn."""
-
-
-class Runs:
-    """Where the reads of one handle go on without a jump."""
-
-    def __init__(self) -> None:
-        self._runs = [(0, 0)]
-
-    def read(self, offset: int, end: int) -> tuple[int, int]:
-        """(start, end so far) of the run that a read of [*offset*, *end*) belongs to, which may begin with it."""
-        run = (offset, end)
-        for index, (start, at) in enumerate(self._runs):
-            if abs(offset - at) <= JUMP_BYTES:
-                run = (start, max(at, end))
-                del self._runs[index]
-                break
-        self._runs.append(run)
-        del self._runs[:-RUNS]
-        return run

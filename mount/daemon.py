@@ -201,7 +201,7 @@ class Daemon:
         except (OSError, subprocess.CalledProcessError, trio.TooSlowError) as error:
             raise MountError(f"{self._order.mountpoint} was mounted, but does not answer ({error})") from error
         self._passthrough.check()
-        raise_read_ahead(int(answer.stdout))
+        raise_read_ahead(int(answer.stdout), cold_only=self._passthrough.on)
         log.info("mounted %s, remote %s", self._order.mountpoint, self._settings.remote)
         reporter.ready(self._settings.remote)
         self.announced = True

@@ -29,10 +29,9 @@ from .passthrough import KERNEL, direct_maps, kernel_handle, own_handle
 log = logging.getLogger(__name__)
 
 _LONG_S = 3600.0
-BLOCK_BYTES = 128 << 10
-"""Buffer that programs should use. Python reads this much after each seek, even for the few bytes of a ZIP record's
-header: with 1 MiB, torch.load(mmap=True) fetched two chunks more for every tensor; smaller ones make buffered writes
-cost more requests."""
+_BLOCK_BYTES, _COLD_BLOCK_BYTES = 128 << 10, 4 << 10
+"""Buffer that programs should use: smaller ones make buffered writes cost more requests. But torch reads this much for
+each ZIP record's header, which must not be fetched in vain where a file's bytes are elsewhere."""
 _LISTED_AT_ONCE = _FORGOTTEN_AT_ONCE = 64
 STATE_XATTR = b"user.ckptfs.state"
 STORE_XATTR = b"user.ckptfs.store"
@@ -301,7 +300,7 @@ class Operations(pyfuse3.Operations):
         reply.st_uid, reply.st_gid = self._options.owner or (attributes.uid, attributes.gid)
         reply.st_rdev = attributes.rdev
         reply.st_size = attributes.size
-        reply.st_blksize = BLOCK_BYTES
+        reply.st_blksize = _BLOCK_BYTES if attributes.whole else _COLD_BLOCK_BYTES
         reply.st_blocks = attributes.blocks
         reply.st_atime_ns = attributes.atime_ns
         reply.st_mtime_ns = attributes.mtime_ns

@@ -80,9 +80,13 @@ class Passthrough:
                     self.close(backing)
         log.info("passthrough: %s", self._off or "on")
 
+    @property
+    def on(self) -> bool:
+        return self._off is None
+
     def describe(self) -> dict[str, str | None]:
         """For status: 'on' or 'off', and why."""
-        return {"state": "off" if self._off else "on", "reason": self._off}
+        return {"state": "on" if self.on else "off", "reason": self._off}
 
     def open(self, fd: int) -> int | None:
         """Hand the kernel the file of *fd*; None when it does not take it. See `ckptfs.handles.Backing`."""

@@ -95,6 +95,14 @@ class Content:
         at = bisect_right(self._tensor_ends, offset)
         return self._tensor_ends[at] if at < len(self._tensor_ends) else self.size
 
+    @cached_property
+    def _tensor_starts(self) -> list[int]:
+        return sorted(tensor.start for tensor in self.tensors)
+
+    def tensors_between(self, start: int, end: int) -> int:
+        """How many tensors lie in ``[start, end)``, less those that are longer. Computed once."""
+        return max(bisect_right(self._tensor_ends, end) - bisect_left(self._tensor_starts, start), 0)
+
     def at(self, start: int, end: int) -> range:
         """Indexes of the chunks that overlap ``[start, end)``; empty when there are none."""
         if start >= end:

@@ -4,6 +4,8 @@ Two ways:
 
 - *By tensors*, where they are known: a tensor of at least `Tuning.small_bytes` starts a piece and is cut at fixed steps
   of `piece_bytes` counted from its own start, so that the same tensor gives the same pieces in whatever file it lies.
+  A long one also ends its first piece, and begins its last, `edge_bytes` from its ends: who maps the file and reads the
+  neighbour also touches pages of this one, and fetches no more than that of it.
   What is between such tensors (headers, padding, small tensors) is gathered into pieces of at most `piece_bytes`, cut
   before a small tensor or behind one; a single gap longer than that is cut by content.
 - *By content*, otherwise: FastCDC (Xia et al., "The Design of Fast Content-Defined Chunking for Data Deduplication
@@ -69,11 +71,23 @@ class _Whole:
     dtype: str | None
 
     def pieces(self, at: int, end: int, tuning: Tuning, read: Read) -> Iterator[Piece]:
-        step = tuning.piece_bytes
         while at < end:
-            behind = min(self.start + ((at - self.start) // step + 1) * step, end)
+            behind = min(self._behind(at, tuning), end)
             yield Piece(at, behind, self.dtype)
             at = behind
+
+    def _behind(self, at: int, tuning: Tuning) -> int:
+        """Where the piece ends that *at* is in."""
+        step = tuning.piece_bytes
+        edge = min(tuning.edge_bytes, step // 4)
+        behind = self.start + ((at - self.start) // step + 1) * step
+        if self.end - self.start < 2 * step:
+            return min(behind, self.end)
+        if at < self.start + edge:
+            return self.start + edge
+        if at >= self.end - edge:
+            return self.end
+        return behind if behind <= self.end - 2 * edge else self.end - edge  # no piece shorter than an edge
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Room:
         reserve_bytes: int = RESERVE_BYTES,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = directory
+        self._directory = os.fspath(directory)
         self._saving = saving
         self._least_bytes = reserve_bytes
         self._now = now
@@ -51,13 +51,12 @@ class Room:
 
     def reserve_bytes(self) -> int:
         """What is never taken."""
-        disk = os.statvfs(self._directory)
-        return max(self._least_bytes, disk.f_blocks * disk.f_frsize // RESERVE_PARTS)
+        return self._reserve_bytes(os.statvfs(self._directory))
 
     def lacking_bytes(self, *, saving: bool = False) -> int:
         """How much must make way; 0 when nothing need. *saving*: a program is about to save something."""
         disk = os.statvfs(self._directory)
-        free_bytes, reserve_bytes = disk.f_bavail * disk.f_frsize, self.reserve_bytes()
+        free_bytes, reserve_bytes = disk.f_bavail * disk.f_frsize, self._reserve_bytes(disk)
         ahead_bytes = min(disk.f_blocks * disk.f_frsize // EVICT_PARTS, EVICT_BYTES)
         lacking_bytes = reserve_bytes + ahead_bytes - free_bytes
         if lacking_bytes > 0 and (saving or self._saving()):
@@ -95,10 +94,13 @@ class Room:
         before_s, self._refused_until_s = self._refused_until_s, self._now() + REFUSED_S
         return before_s < self._now()
 
+    def _reserve_bytes(self, disk: os.statvfs_result) -> int:
+        return max(self._least_bytes, disk.f_blocks * disk.f_frsize // RESERVE_PARTS)
+
     def _look(self) -> tuple[int, int]:
         """Bytes to take, and those of them that no save can want."""
         disk = os.statvfs(self._directory)
         free_bytes = disk.f_bavail * disk.f_frsize - self._coming_bytes
-        reserve_bytes = self.reserve_bytes()
+        reserve_bytes = self._reserve_bytes(disk)
         save_bytes = disk.f_blocks * disk.f_frsize // SAVING_PARTS
         return free_bytes - reserve_bytes, free_bytes - max(reserve_bytes, save_bytes)

@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 
 import trio
@@ -18,12 +17,13 @@ import trio
 from ckptfs.config import Tuning
 from ckptfs.encoding.manifest import Content
 from ckptfs.errors import ContentUnavailable, RemoteError
-from ckptfs.ids import ChunkId, ImageId
+from ckptfs.ids import ChunkId
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Image, Images
 from ckptfs.local.room import Room
+from ckptfs.reading import Reading
 from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.chunks import ChunkFetcher, Wanted
@@ -34,8 +34,6 @@ from ckptfs.replica.readahead import window_end
 
 log = logging.getLogger(__name__)
 
-_READ_AHEADS = 32
-"""Runs of reads remembered."""
 _LOOK_FOR_ROOM_S = 0.5
 
 
@@ -71,8 +69,6 @@ class Hydrator:
         )
         self._kept = KeptChunks(tuning.kept_bytes, tuning.kept_ahead_bytes)
         self._flights = Flights(self.fetcher, room, self._kept)
-        self._asked: OrderedDict[tuple[ImageId, int], int] = OrderedDict()
-        """How far ahead of a run of reads, known by its start, chunks were asked for: an offset in the file."""
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the fetches until cancelled."""
@@ -143,23 +139,21 @@ class Hydrator:
             self.last_error = "what is left of the disk is kept for the save that is going on; waiting for its end"
             await trio.sleep(_LOOK_FOR_ROOM_S)
 
-    def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None:
-        """A reader came from *run_start* to *position* without a jump: fetch ahead of it in the background."""
-        asked = self._asked.get((image.id, run_start), position)
+    def read_ahead(self, image: Image, content: Content, position: int, reading: Reading) -> None:
+        """A reader read up to *position*, as *reading* knows: fetch ahead of it in the background."""
         most = self._tuning.readahead_bytes
+        asked = reading.asked(position)
+        if asked - position > most // 2:  # as below; but most reads end here, and the disk need not be asked
+            return
         if image.unstored or not self._room.has(most):
             most = min(most, self._tuning.kept_ahead_bytes // 2)
-        if not position <= asked <= position + most:
-            asked = position
-        end = window_end(content, run_start, position, most)
+        end = window_end(content, reading, position, most)
         # Not before half of it was used, so that requests are long.
         if asked - position > (end - position) // 2:
             return
-        self._asked[image.id, run_start] = end
-        self._asked.move_to_end((image.id, run_start))
-        while len(self._asked) > _READ_AHEADS:
-            self._asked.popitem(last=False)
         missing = [each for each in _missing(image, content, asked, end) if each.chunk.id not in self._kept]
+        for each in missing:
+            reading.ask(each.offset, each.offset + each.chunk.length)
         self._flights.start(image, content, missing, Purpose.AHEAD)
 
     async def record(self, image: Image) -> None:

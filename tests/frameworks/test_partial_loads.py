@@ -147,7 +147,7 @@ def fetched(site: Site, url: str, network: FaultProxy, process: ProcessPoolExecu
 def test_partial_loads_fetch_what_they_touch(
     machine: MakeSite, url: str, network: FaultProxy, process: ProcessPoolExecutor
 ) -> None:
-    """Each kind of partial load, on an empty store of its own: what it touches, a sixteenth, and the edges."""
+    """Each kind of partial load, on an empty store of its own: what it touches, an eighth, and the edges."""
     here = machine("here")
     here.mount("--remote", url, *QUICK)
     save(here, SMALL)
@@ -155,7 +155,7 @@ def test_partial_loads_fetch_what_they_touch(
     for load in LOADS:
         site = machine(load.__name__, endpoint=network.endpoint)
         came, touched = fetched(site, url, network, process, load, SMALL)
-        found[load.__name__] = (came / MIB, (touched.bytes * 17 / 16 + EDGE * (touched.ranges + 1)) / MIB)
+        found[load.__name__] = (came / MIB, (touched.bytes * 9 / 8 + EDGE * (touched.ranges + 1)) / MIB)
     assert {name: each for name, each in found.items() if each[0] > each[1]} == {}, found
 
 

@@ -17,7 +17,7 @@ from ckptfs.formats.cutting import cut
 from ckptfs.formats.recognise import recognise
 from ckptfs.spans import Span, SpanSet
 
-TINY = Tuning(piece_bytes=100, small_bytes=40, cdc_bytes=256)
+TINY = Tuning(piece_bytes=100, edge_bytes=15, small_bytes=40, cdc_bytes=256)
 SIZES = st.integers(0, 3000)
 
 
@@ -52,7 +52,7 @@ def test_pieces_are_the_data(file: tuple[bytes, list[Tensor], list[Span]]) -> No
     pieces = cut(len(data), tensors, spans, TINY, BytesSource(data).read)
     check(pieces, spans)
     assert all(piece.end - piece.start <= 1024 for piece in pieces)
-    assert all(piece.end - piece.start <= 100 for piece in pieces if piece.dtype is not None)
+    assert all(piece.end - piece.start < 115 for piece in pieces if piece.dtype is not None)
     assert cut(len(data), tensors, spans, TINY, BytesSource(data).read) == pieces
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from ckptfs.ids import digest
 from ckptfs.spans import Span
 
 PINNED = [16384, 32768, 49152, 52978, 56125, 62725, 69704, 74272, 75462, 82263, 88121, 92227]
-TINY = Tuning(piece_bytes=100, small_bytes=40, cdc_bytes=256)
+TINY = Tuning(piece_bytes=100, edge_bytes=0, small_bytes=40, cdc_bytes=256)
 
 
 def tensor(start: int, end: int, dtype: str = "float32") -> Tensor:
@@ -47,6 +48,19 @@ def test_steps_are_counted_from_the_tensor() -> None:
         (217, 267, "float32"),
         (267, 300, None),
     ]
+
+
+def test_the_edges_of_a_long_tensor() -> None:
+    """They are pieces of their own, as long as the setting says; nothing between is shorter, and the steps stay."""
+    edged = replace(TINY, edge_bytes=20)
+    for length in range(200, 520):
+        pieces = cut(10 + length, [tensor(10, 10 + length)], [(0, 10 + length)], edged, unread)[1:]
+        assert pieces[0] == Piece(10, 30, "float32") and pieces[-1] == Piece(length - 10, length + 10, "float32")
+        assert all(20 <= piece.end - piece.start < 120 for piece in pieces)
+        assert all((piece.end - 10) % 100 == 0 for piece in pieces[1:-2])
+        behind = cut(10 + length, [tensor(10, 10 + length)], [(0, 10 + length)], edged, unread, 150)
+        assert [piece.end for piece in behind] == [piece.end for piece in pieces if piece.end > 150]
+    assert len(cut(199, [tensor(0, 199)], [(0, 199)], edged, unread)) == 2
 
 
 def test_small_neighbours_share_a_piece() -> None:

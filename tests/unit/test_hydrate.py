@@ -27,6 +27,7 @@ from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Image, Images
 from ckptfs.local.room import Room
+from ckptfs.reading import Reading
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.spans import SpanSet
 from tests.support.memory import MemoryStore
@@ -381,6 +382,13 @@ def test_a_disk_that_takes_nothing_still_serves_reads(disk: Disk) -> None:
     run(disk, test)
 
 
+def read_to(position: int) -> Reading:
+    """Who read a file from its start."""
+    reading = Reading()
+    reading.was_read(0, position, cold=True)
+    return reading
+
+
 def test_reading_ahead_fetches_before_it_is_asked(disk: Disk) -> None:
     """A sequential reader finds the next bytes there."""
     data = noise(30 * PIECE)
@@ -388,7 +396,7 @@ def test_reading_ahead_fetches_before_it_is_asked(disk: Disk) -> None:
 
     async def test() -> None:
         image, content = await disk.sparse(row)
-        disk.hydrator.read_ahead(image, content, 0, 15 * PIECE)
+        disk.hydrator.read_ahead(image, content, 15 * PIECE, read_to(15 * PIECE))
         with trio.fail_after(5):
             while image.present is not None and not image.present.covers(15 * PIECE, content.size):
                 await trio.sleep(0.005)
@@ -406,7 +414,7 @@ def test_closing_the_image_does_not_misdirect_a_fetch(disk: Disk) -> None:
 
     async def test() -> None:
         image, content = await disk.sparse(row)
-        disk.hydrator.read_ahead(image, content, 0, 10 * PIECE)
+        disk.hydrator.read_ahead(image, content, 10 * PIECE, read_to(10 * PIECE))
         disk.open.remove(image)
         os.close(image.fd)
         other = disk.images.create()
@@ -429,7 +437,7 @@ def test_what_does_not_fit_is_served_from_memory(disk: Disk) -> None:
         image, content = await disk.sparse(row)
         disk.room.fixed, disk.room.image = 20 * PIECE, image
         for start in range(0, len(data), 250):
-            disk.hydrator.read_ahead(image, content, 0, start)
+            disk.hydrator.read_ahead(image, content, start, read_to(start))
             assert await disk.hydrator.read(image, content, start, start + 250) == data[start : start + 250]
         assert image.present is not None and 15 * PIECE <= image.present.total <= 20 * PIECE
         assert sum(length for _, length in disk.gets()) <= 1.1 * len(data)

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.encoding", "ckptfs.formats"),
     ("ckptfs.local", "ckptfs.remote"),
     ("ckptfs.background",),
-    ("ckptfs.attributes",),
+    ("ckptfs.attributes", "ckptfs.reading"),
     ("ckptfs.handles",),
     ("ckptfs.fileimages", "ckptfs.held", "ckptfs.naming", "ckptfs.saves"),
     ("ckptfs.openfiles",),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ckptfs.encoding.manifest import Chunk, Content, TensorSpan
 from ckptfs.ids import ChunkId
-from ckptfs.replica.readahead import CAUTIOUS_SHARE, window_end
-from ckptfs.spans import JUMP_BYTES, RUNS, Runs
+from ckptfs.reading import SHARE, Reading
+from ckptfs.replica.readahead import window_end
 
 CHUNK = 1000
 MOST = 64 * CHUNK
@@ -26,60 +24,86 @@ def content(chunks: int, tensors: int = 0) -> Content:
     )
 
 
-@pytest.mark.parametrize("tensors", [0, 1, 3, 10])
-def test_what_is_fetched_in_vain_is_a_share_of_what_was_read(tensors: int) -> None:
-    """A reader who begins anywhere but at the start: whole chunks, at most a sixteenth of what it read."""
-    file = content(1000, tensors)
+def read(*spans: tuple[int, int]) -> Reading:
+    """Who read *spans* of a file."""
+    reading = Reading()
+    for start, end in spans:
+        reading.was_read(start, end, cold=True)
+    return reading
+
+
+def test_what_was_earned_is_fetched() -> None:
+    """A reader who begins anywhere but at the start: whole chunks, no more than it earned, to the end of the tensor."""
+    file = content(1000, 3)
     for position in range(3 * CHUNK, file.size, 777):
-        end = window_end(file, 2 * CHUNK + 1, position, MOST)
-        assert end == position or (end % CHUNK == 0 and end - position <= (position - 2 * CHUNK) // CAUTIOUS_SHARE)
-
-
-def test_a_long_read_is_fetched_ahead_up_to_the_setting() -> None:
-    """The window grows with what was read, to the setting, and ends with the file."""
-    file = content(3000, 1)
-    start = 500 * CHUNK
-    widths = [window_end(file, start, position, MOST) - position for position in range(start, file.size, CHUNK)]
-    assert widths[0] == 0 and max(widths) == MOST and widths[-1] == CHUNK
-    assert widths[: 64 * CAUTIOUS_SHARE] == sorted(widths[: 64 * CAUTIOUS_SHARE])
+        reading = read((2 * CHUNK + 1, position))
+        for more in (0, 40 * CHUNK, 4000 * CHUNK):
+            reading.account.read_bytes += more
+            end = window_end(file, reading, position, MOST)
+            assert end == position or (end % CHUNK == 0 and end - position <= min(reading.earned(position), MOST))
+            assert file.tensors_between(2 * CHUNK + 1, position) >= 2 or end <= file.tensor_end(position)
 
 
 def test_who_reads_several_tensors_from_the_start_wants_all() -> None:
-    """After four tensors and an eighth of the file as much is fetched ahead as was read; after two, a sixth of it, also
-    of the next tensor; not before, and not in one."""
+    """After four tensors and an eighth of the file as much is fetched ahead as was read; not before, and not in one."""
     file = content(1001, 20)
-    assert window_end(file, 0, 90 * CHUNK, MOST) - 90 * CHUNK <= 6 * CHUNK
-    assert window_end(file, 0, 150 * CHUNK, MOST) == 175 * CHUNK
-    assert window_end(file, 0, 201 * CHUNK, MOST) == 265 * CHUNK
-    assert window_end(file, 60 * CHUNK, 261 * CHUNK, MOST) - 261 * CHUNK <= 13 * CHUNK
-    assert window_end(content(1001, 1), 0, 900 * CHUNK, MOST) - 900 * CHUNK <= 57 * CHUNK
-    assert window_end(content(1001), 0, 10 * CHUNK, MOST) == 20 * CHUNK
+    assert window_end(file, read((0, 150 * CHUNK)), 150 * CHUNK, MOST) == 168 * CHUNK
+    assert window_end(file, read((0, 201 * CHUNK)), 201 * CHUNK, MOST) == 265 * CHUNK
+    assert window_end(file, read((60 * CHUNK, 361 * CHUNK)), 361 * CHUNK, MOST) == 398 * CHUNK
+    assert window_end(content(1001, 1), read((0, 88 * CHUNK)), 88 * CHUNK, MOST) == 99 * CHUNK
+    assert window_end(content(1001), read((0, 10 * CHUNK)), 10 * CHUNK, MOST) == 20 * CHUNK
+    assert window_end(content(1001), read((0, 500 * CHUNK)), 500 * CHUNK, MOST) == 564 * CHUNK
+    assert window_end(content(1001), read((CHUNK, 401 * CHUNK)), 401 * CHUNK, MOST) == 451 * CHUNK
+
+
+def test_threads_that_share_the_work_are_one_reader() -> None:
+    """Each copies a part of every tensor: when the last has come to its part's end, all from the start was read."""
+    file = content(1001, 20)
+    parts = [(1 + 50 * tensor + 10 * part) * CHUNK for tensor in range(5) for part in (3, 0, 4, 2, 1)]
+    reading = read((0, CHUNK), *((at, at + 10 * CHUNK) for at in parts))
+    assert window_end(file, reading, 251 * CHUNK, MOST) == (251 + 64) * CHUNK
 
 
 def test_a_careful_reader_is_not_led_into_the_next_tensor() -> None:
-    """Until a reader is known to want all, fetching ends with the tensor that it is in."""
+    """Until a reader came over two tensors, fetching ends with the one that it is in."""
     file = content(1001, 10)
-    assert window_end(file, 150 * CHUNK, 297 * CHUNK, MOST) == 301 * CHUNK
-    assert window_end(file, 150 * CHUNK, 303 * CHUNK, MOST) == 312 * CHUNK
+    for start, position, end in ((150, 297, 301), (150, 303, 333), (150, 397, 401), (101, 397, 427)):
+        reading = read((start * CHUNK, position * CHUNK))
+        reading.account.read_bytes = 30 * SHARE * CHUNK
+        assert window_end(file, reading, position * CHUNK, MOST) == end * CHUNK
+
+
+def test_what_is_fetched_in_vain_is_a_share_of_what_was_read() -> None:
+    """Over all runs together: who jumps about, and leaves every run early, gets no more than who reads on."""
+    reading = Reading()
+    for at in range(0, 200_000, 1000):
+        reading.was_read(at, at + 50, cold=True)
+        reading.ask(at + 50, at + 50 + reading.earned(at + 50))
+        account = reading.account
+        assert account.unread_bytes <= account.read_bytes // SHARE < account.unread_bytes + 50
+
+
+def test_what_was_read_may_be_spent_again() -> None:
+    """Bytes that were fetched ahead and then read, by anybody, are no loss, and earn more."""
+    one, other = read((0, 800)), Reading()
+    other.account = one.account
+    assert one.asked(800) == 800 and one.earned(800) == 100
+    one.ask(800, 900)
+    assert one.asked(800) == 900 and one.earned(800) == 100
+    assert one.earned(300) == other.earned(0) == 0, "it is spent"
+    one.was_read(850, 950, cold=True)
+    assert (one.account.read_bytes, one.account.unread_bytes) == (900, 50)
+    one.was_read(0, 950, cold=True)
+    assert (one.account.read_bytes, one.account.unread_bytes) == (950, 0) and other.earned(0) == 118
+    one.ask(0, 1000)
+    assert one.account.unread_bytes == 50, "what was read is not ahead"
+    other.was_read(0, 1 << 20, cold=False)
+    assert one.account.read_bytes == 950, "what is here earns nothing"
 
 
 def test_no_chunks_nothing_ahead() -> None:
     """At the end, and before a hole that takes the window, nothing is to be fetched."""
     file = content(10)
-    assert window_end(file, 0, file.size, MOST) == file.size
+    assert window_end(file, read((0, file.size)), file.size, MOST) == file.size
     sparse = Content(100 * CHUNK, ((CHUNK, 100 * CHUNK),), file.chunks[:1])
-    assert window_end(sparse, 0, CHUNK, MOST) == CHUNK
-
-
-def test_threads_that_read_in_turn_are_runs_of_their_own() -> None:
-    """Reads at several places in turn, and a little out of order, go on with the right one; more than that are new."""
-    runs, step = Runs(), JUMP_BYTES // 2
-    begins = [at * 100 * JUMP_BYTES for at in range(1, RUNS + 1)]
-    for number in range(10):
-        for begin in begins:
-            at = begin + (number ^ 1) * step  # pairs swapped
-            start, end = runs.read(at, at + step)
-            assert number == 0 or begin <= start <= begin + step
-            assert number % 2 == 0 or end == begin + (number + 1) * step
-    elsewhere = 55 * 100 * JUMP_BYTES
-    assert runs.read(elsewhere, elsewhere + 1) == (elsewhere, elsewhere + 1)
+    assert window_end(sparse, read((0, CHUNK)), CHUNK, MOST) == CHUNK

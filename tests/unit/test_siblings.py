@@ -20,7 +20,8 @@ from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
 from ckptfs.openfiles import OpenFiles
-from ckptfs.siblings import CAUTIOUS_SHARE, Siblings
+from ckptfs.reading import SHARE, Reading
+from ckptfs.siblings import Siblings
 
 CHUNK = 1000
 CHUNKS = 64
@@ -69,7 +70,7 @@ class FakeSource:
         return self.room
 
     def begin(self, image: Image, content: Content, start: int, end: int) -> None: ...
-    def read_ahead(self, image: Image, content: Content, run_start: int, position: int) -> None: ...
+    def read_ahead(self, image: Image, content: Content, position: int, reading: Reading) -> None: ...
     async def room_for(self, image: Image, content: Content, start: int, end: int) -> None: ...
 
 
@@ -154,7 +155,7 @@ def test_one_shard_read_whole_begins_the_next(tmp_path: Path) -> None:
 
     async def test(world: World) -> None:
         await world.read(2, range(CHUNKS))
-        assert await world.fetched() == {3: CHUNKS // CAUTIOUS_SHARE}
+        assert await world.fetched() == {3: CHUNKS // SHARE}
 
     run(tmp_path, test)
 
@@ -166,7 +167,7 @@ def test_two_shards_read_whole_bring_as_many_again(tmp_path: Path) -> None:
         await world.read(1, range(CHUNKS))
         await world.read(2, range(CHUNKS))
         assert list(await world.fetched()) == [2, 3, 4]
-        assert await world.fetched() == {2: CHUNKS // CAUTIOUS_SHARE, 3: CHUNKS, 4: CHUNKS}
+        assert await world.fetched() == {2: CHUNKS // SHARE, 3: CHUNKS, 4: CHUNKS}
         assert world.files.files() == [], "nothing stays open"
 
     run(tmp_path, test)
@@ -197,7 +198,7 @@ def test_readers_who_wait_come_first(tmp_path: Path) -> None:
         await world.read(1, range(CHUNKS))
         assert await world.fetched() == {}
         world.source.busy.set()
-        assert await world.fetched() == {2: CHUNKS // CAUTIOUS_SHARE}
+        assert await world.fetched() == {2: CHUNKS // SHARE}
 
     run(tmp_path, test)
 
@@ -212,7 +213,7 @@ def test_the_last_room_of_the_disk_is_not_for_siblings(tmp_path: Path) -> None:
         world.source.room = True
         await trio.sleep(11)
         await world.read(1, range(CHUNKS))
-        assert await world.fetched() == {2: CHUNKS // CAUTIOUS_SHARE}
+        assert await world.fetched() == {2: 2 * CHUNKS // SHARE}, "the shard was read twice"
 
     run(tmp_path, test)
 
@@ -227,7 +228,7 @@ def test_an_outage_costs_nothing_but_the_shards(tmp_path: Path) -> None:
         world.source.down = False
         await trio.sleep(11)
         await world.read(1, range(CHUNKS))
-        assert await world.fetched() == {2: CHUNKS // CAUTIOUS_SHARE}
+        assert await world.fetched() == {2: 2 * CHUNKS // SHARE}, "the shard was read twice"
 
     run(tmp_path, test)
 
