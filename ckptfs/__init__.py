@@ -12,6 +12,20 @@ those who mount from Python, or want to know when a checkpoint is safe:
 from __future__ import annotations
 
 from ckptfs.client import mounted, prefetch, publish, status, wait
-from ckptfs.errors import CkptfsError, MountError
+from ckptfs.errors import CkptfsError, ContentUnavailable, MountError, RemoteError, StoreError, StoreFull
 
-__all__ = ["CkptfsError", "MountError", "mounted", "prefetch", "publish", "status", "wait"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "CkptfsError",
+    "ContentUnavailable",
+    "MountError",
+    "RemoteError",
+    "StoreError",
+    "StoreFull",
+    "mounted",
+    "prefetch",
+    "publish",
+    "status",
+    "wait",
+]

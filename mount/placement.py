@@ -14,7 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
-from ckptfs.errors import StoreError
+from ckptfs.errors import RemoteUnusable, StoreError
+from ckptfs.remote.open import parse
 
 STORE_VARIABLE = "CKPTFS_STORE"
 
@@ -89,6 +90,16 @@ def check(mountpoint: str, store: Path) -> None:
         other = sorted(set(os.listdir(store)) - _OURS)
         if other:
             raise StoreError(f"{store} is no store and not empty (it holds {other[0]}): choose another with --store")
+
+
+def check_remote(mountpoint: str, remote: str | None) -> None:
+    """Raise RemoteUnusable when *remote* is a directory, and it or the mountpoint is within the other."""
+    if remote is None or parse(remote)[0] != "file":
+        return
+    directory = os.path.realpath(parse(remote)[1])
+    for outer, inner, words in ((mountpoint, directory, "inside"), (directory, mountpoint, "around")):
+        if inner == outer or inner.startswith(outer.rstrip("/") + "/"):
+            raise RemoteUnusable(f"the remote {remote} lies {words} the mountpoint {mountpoint}: choose another")
 
 
 def _resolved(path: str) -> Path:

@@ -35,6 +35,8 @@ from ckptfs.replica.readahead import window_end
 log = logging.getLogger(__name__)
 
 _LOOK_FOR_ROOM_S = 0.5
+_RETRY_MOST_S = 4.0
+"""Somebody waits for these bytes: longest wait before the next try, however long the outage."""
 
 
 class Hydrator:
@@ -52,7 +54,12 @@ class Hydrator:
     ) -> None:
         """*write* stands for os.pwrite in tests of a failing disk."""
         self._stop = threading.Event()
-        limits = Limits(tuning.retry_first_s, tuning.retry_most_s, deadline_s=tuning.read_timeout_s, cancel=self._stop)
+        limits = Limits(
+            tuning.retry_first_s,
+            min(tuning.retry_most_s, _RETRY_MOST_S),
+            deadline_s=tuning.read_timeout_s,
+            cancel=self._stop,
+        )
         self.last_error: str | None = None
         """Why bytes do not come just now, and what is done about it; None once they came."""
         retrying = Retrying(remote, limits, on_retry=self._failing)

@@ -138,6 +138,7 @@ def mount(
     mounts.check_fuse(allow_other=bool(allow_other))
     chosen = placement.choose(mountpoint, store, anew=remote is not None)
     placement.check(mountpoint, chosen)
+    placement.check_remote(mountpoint, remote)
     order = Order(
         mountpoint=mountpoint, store=str(chosen), remote=remote, read_only=read_only, offline=offline, **remembered
     )

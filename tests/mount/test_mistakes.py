@@ -89,6 +89,15 @@ def test_a_store_that_went_while_mounted_leads_to_umount(site: Site, tmp_path: P
     site.umount()
 
 
+def test_a_remote_that_would_hold_itself_is_refused(site: Site, tmp_path: Path) -> None:
+    """A directory within the mountpoint, the mountpoint, or one around it: nothing is mounted or made."""
+    site.mountpoint.mkdir(exist_ok=True)
+    for remote, word in ((site.mountpoint / "bucket", "inside"), (site.mountpoint, "inside"), (tmp_path, "around")):
+        said = refused(site, "mount", str(site.mountpoint), "--store", str(site.store), "--remote", f"file://{remote}")
+        assert word in said and "choose another" in said
+    assert not is_mounted(site.mountpoint) and not site.store.exists() and list(site.mountpoint.iterdir()) == []
+
+
 def test_too_little_memory_is_refused(site: Site) -> None:
     """With the least that is enough; so is a size that is none."""
     for size, why in (("100M", "100.0 MiB is not enough: give it 192M or more"), ("much", "'much' is no size")):

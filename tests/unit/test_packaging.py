@@ -27,7 +27,8 @@ def test_every_package_is_listed() -> None:
 
 def test_the_public_names() -> None:
     """What `from ckptfs import *` gives is a promise: changes are made on purpose."""
-    assert ckptfs.__all__ == ["CkptfsError", "MountError", "mounted", "prefetch", "publish", "status", "wait"]
+    errors = ["CkptfsError", "ContentUnavailable", "MountError", "RemoteError", "StoreError", "StoreFull"]
+    assert ckptfs.__all__ == [*errors, "mounted", "prefetch", "publish", "status", "wait"]
     assert all(hasattr(ckptfs, name) for name in ckptfs.__all__)
 
 
@@ -39,6 +40,7 @@ def test_the_command_is_installed_and_knows_its_version() -> None:
         [sys.executable, "-m", "ckptfs_mount", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert importlib.metadata.version("ckptfs") in done.stdout
+    assert importlib.metadata.version("ckptfs") == ckptfs.__version__
 
 
 def test_the_license_is_whole() -> None:
