@@ -21,6 +21,9 @@ from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.prefetch import Fetching, prefetch
+from ckptfs.repair.findings import Report
+from ckptfs.repair.pace import Scrubbing
+from ckptfs.repair.scrub import ScrubOptions, scrub
 from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
@@ -58,6 +61,7 @@ class Engine:
         read_only: bool = False,
     ) -> None:
         self._store = store
+        self._remote = remote
         self._totals = Totals(store.catalog)
         self._changed = trio.Event()
         self._background = Worker()
@@ -158,6 +162,11 @@ class Engine:
         """Bring every file under *path* to this disk. Raises NameMissing, ContentUnavailable, StoreFull, OSError."""
         room = self.replica.room if self.replica else Room(self._store.path)
         await prefetch(self.filesystem, await self._resolve(path), room, progress)
+
+    async def scrub(self, path: bytes, options: ScrubOptions, progress: Scrubbing) -> Report:
+        """Read everything at or below *path* again and mend it; see `ckptfs.repair.scrub`. Raises NameMissing too."""
+        ino = await self._resolve(path)
+        return await scrub(self._store, self.filesystem, self.replica, self._remote, ino, options, progress)
 
     async def publish(self, path: bytes = b"/") -> list[bytes]:
         """Cut at once; returns when the head with it is acknowledged: the paths under *path* that are not in it.

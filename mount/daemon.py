@@ -48,7 +48,7 @@ from ckptfs.replica.bound import BoundStore
 from .control import ControlServer
 from .mountpoint import raise_read_ahead
 from .operations import MountOptions, Operations
-from .order import EXIT_PENDING, LOG_NAME, REMEMBERED, Order, Reporter, owner_ids
+from .order import EXIT_PENDING, LOG_FORMAT, LOG_NAME, REMEMBERED, Order, Reporter, owner_ids
 from .passthrough import Passthrough
 from .requests import Requests
 
@@ -446,7 +446,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 def _start_log(store: Path, foreground: bool) -> None:
     handler = logging.handlers.RotatingFileHandler(store / LOG_NAME, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)

@@ -17,6 +17,8 @@ from ckptfs.errors import MountError
 LOG_NAME = "daemon.log"
 """The daemon's log, in the store."""
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 EXIT_PENDING = 3
 """Exit status of commands that did what they should, but something is not safe yet."""
 

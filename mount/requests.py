@@ -17,6 +17,8 @@ from ckptfs.client import TARGETS
 from ckptfs.engine import Engine
 from ckptfs.errors import InvalidArgument, MountError
 from ckptfs.prefetch import Fetching
+from ckptfs.repair.pace import Scrubbing
+from ckptfs.repair.scrub import ScrubOptions
 
 from .control import CLIENT_GONE, Handler, Reply, Request
 
@@ -61,6 +63,7 @@ class Requests:
             "wait": self.wait,
             "publish": self.publish,
             "prefetch": self.prefetch,
+            "scrub": self.scrub,
             "credentials": self.credentials,
             "unmount": self.unmount,
         }
@@ -112,6 +115,15 @@ class Requests:
 
         await self._work(fetch, reply, report)
         return {"files": fetching.files, "bytes": fetching.total_bytes}
+
+    async def scrub(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """Read everything under *path* again and mend it; the report, see `ckptfs.repair.findings`."""
+        path, progress, options = _path(request), Scrubbing(), scrub_options(request)
+
+        async def scrub() -> dict[str, Any]:
+            return (await self._engine.scrub(path, options, progress)).document()
+
+        return await self._work(scrub, reply, lambda: scrub_progress(progress))
 
     async def publish(self, request: Request, reply: Reply) -> dict[str, Any]:
         """Cut at once and return when the head is acknowledged."""
@@ -193,6 +205,27 @@ class Requests:
                 await trio.sleep(_REPORT_EVERY_S)
         except CLIENT_GONE:
             scope.cancel()
+
+
+def scrub_options(request: Request, *, alone: bool = False) -> ScrubOptions:
+    """Raises InvalidArgument."""
+    names = {field.name for field in dataclasses.fields(ScrubOptions)} - {"alone"}
+    options = ScrubOptions(alone=alone, **{name: value for name, value in request.items() if name in names})
+    rate = options.rate_bytes_s
+    if not 0 < options.sample <= 1 or (rate is not None and rate <= 0):
+        raise InvalidArgument("a scrub looks at a share above 0 and up to 1, at a rate above 0")
+    return options
+
+
+def scrub_progress(progress: Scrubbing) -> dict[str, Any]:
+    """As `Waiting` shows it."""
+    return {
+        "pending_files": progress.files - progress.done_files,
+        "pending_bytes": max(0, progress.total_bytes - progress.done_bytes),
+        "sent_bytes": progress.done_bytes,
+        "eta_s": progress.eta_s,
+        "last_error": f"{progress.found} damaged so far" if progress.found else None,
+    }
 
 
 def _path(request: Request) -> bytes:

@@ -150,6 +150,23 @@ def encode(raw: bytes | bytearray | memoryview, dtype: str | None) -> tuple[int,
     return codec, data
 
 
+def encode_as(codec: int, raw: bytes | bytearray | memoryview, length: int) -> bytes | None:
+    """*raw* as *codec*, in exactly *length* bytes; None when this version of zstd makes other lengths of it.
+
+    For a chunk whose place in a pack is given: `encode` chose a codec that is remembered, and one of two ways to
+    compress, which is not.
+    """
+    view = memoryview(raw).cast("B")
+    width = _ELEMENT_BYTES.get(codec)
+    if codec == RAW:
+        candidates = [bytes(view)]
+    elif codec == ZSTD:
+        candidates = [_tools.plain(view), _tools.entropy(view)]
+    else:
+        candidates = [] if width is None else [_encode_planes(view, width)]
+    return next((each for each in candidates if len(each) == length), None)
+
+
 def decode(
     codec: int,
     data: bytes | bytearray | memoryview,

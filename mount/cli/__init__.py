@@ -14,6 +14,7 @@ import click
 from ckptfs.errors import CkptfsError
 
 from .mounting import auth, daemon, mount, umount
+from .repairing import scrub
 from .seeing import list_remote, prefetch, publish, status, wait
 
 
@@ -49,5 +50,5 @@ def main() -> None:
     """
 
 
-for _command in (mount, umount, auth, daemon, status, wait, publish, prefetch, list_remote):
+for _command in (mount, umount, auth, daemon, status, wait, publish, prefetch, list_remote, scrub):
     main.add_command(_command)

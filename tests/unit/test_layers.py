@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),
-    ("ckptfs.prefetch", "ckptfs.siblings"),
+    ("ckptfs.prefetch", "ckptfs.siblings", "ckptfs.repair"),
     ("ckptfs.engine",),
     ("ckptfs", "ckptfs.testing"),
     ("ckptfs_mount.native",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs_mount.passthrough",),
     ("ckptfs_mount.operations", "ckptfs_mount.control"),
     ("ckptfs_mount.requests",),
-    ("ckptfs_mount.daemon",),
+    ("ckptfs_mount.daemon", "ckptfs_mount.unmounted"),
     ("ckptfs_mount.cli",),
     ("ckptfs_mount", "ckptfs_mount.__main__"),
 )

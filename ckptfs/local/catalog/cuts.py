@@ -230,7 +230,7 @@ class Cuts:
     def entries(self, cut: int, directory: Inode, after: bytes = b"", limit: int = -1) -> list[CutEntry]:
         """What the cut has in *directory*, ordered by name; at most *limit* names after *after*."""
         return [
-            _entry(row)
+            entry_of_row(row)
             for row in self._db.execute(
                 f"SELECT {_ENTRY} FROM cut_entry WHERE cut = ? AND dir = ? AND name > ? ORDER BY name LIMIT ?",
                 (cut, directory, after, limit),
@@ -460,7 +460,8 @@ def _decode_vector(data: bytes) -> dict[WriterId, int]:
     return {WriterId(bytes.fromhex(writer)): seq for writer, seq in json.loads(data).items()}
 
 
-def _entry(row: tuple[Any, ...]) -> CutEntry:
+def entry_of_row(row: tuple[Any, ...]) -> CutEntry:
+    """The entry of a row with the columns of `_ENTRY`."""
     name, ino, manifest, stamp, kept, file_id, changed, *columns = row
     if kept:
         return CutEntry(name, ino, manifest, stamp, None, file_id)

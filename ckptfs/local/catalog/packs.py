@@ -14,7 +14,7 @@ from ckptfs.encoding.pack import PackedChunk
 from ckptfs.ids import ChunkId, ObjectId
 from ckptfs.local.catalog.catalog import Catalog
 
-ACKNOWLEDGED, VERIFIED = 1, 2
+DAMAGED, ACKNOWLEDGED, VERIFIED = 0, 1, 2
 """Values of pack.state."""
 
 _LEARNED = 0
@@ -135,7 +135,11 @@ class Packs:
     def _add(self, name: ObjectId, chunks: Sequence[PackedChunk], state: int, head: int | None) -> None:
         with self._catalog.transaction() as db:
             db.execute("INSERT OR IGNORE INTO pack (name, state, head) VALUES (?, ?, ?)", (name, state, head))
-            (pack,) = db.execute("SELECT id FROM pack WHERE name = ?", (name,)).fetchone()
+            pack, known_state = db.execute("SELECT id, state FROM pack WHERE name = ?", (name,)).fetchone()
+            if known_state == DAMAGED:
+                if head == _LEARNED:  # who names it does not know
+                    return
+                db.execute("UPDATE pack SET state = ?, head = ? WHERE id = ?", (state, head, pack))
             db.executemany(
                 "INSERT OR IGNORE INTO packed (chunk, pack, offset, length, raw_length, codec, base)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -85,7 +85,7 @@ CREATE INDEX location_image ON location (image, offset);
 CREATE TABLE pack (
     id    INTEGER PRIMARY KEY,
     name  BLOB NOT NULL UNIQUE,              -- ObjectId
-    state INTEGER NOT NULL,                  -- 1 acknowledged, 2 verified
+    state INTEGER NOT NULL,                  -- 1 acknowledged, 2 verified; 0 damaged, and was sent again in others
     head  INTEGER                            -- own head that first named it; NULL while none has; 0 learned from others
 );
 CREATE TABLE packed (

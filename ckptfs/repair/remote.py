@@ -1,0 +1,307 @@
+"""Scrubbing the remote: read back what this store's state needs there, and make anew what is damaged or gone.
+
+Everything but heads is named by its content, and heads are kept in the catalog byte for byte; so what is put again is
+what was put before, verified first, and nothing is ever replaced by anything else. See docs/decisions/repair.md.
+
+Who calls: one task on the event loop; requests, hashing and encoding are in threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from ckptfs.encoding.canonical import open_object, seal_object
+from ckptfs.encoding.head import decode_head, head_key
+from ckptfs.encoding.keys import manifest_key, pack_key, tree_key
+from ckptfs.encoding.manifest import Content, decode_manifest
+from ckptfs.encoding.pack import PackedChunk
+from ckptfs.encoding.tree import TreeParts, decode_tree
+from ckptfs.errors import CkptfsError, FormatError, ObjectExists, ObjectMissing
+from ckptfs.ids import ROOT_INODE, ChunkId, Inode, ObjectId
+from ckptfs.local.catalog.mending import Mending
+from ckptfs.local.catalog.packs import Packs
+from ckptfs.local.catalog.stock import Stock, StockFile
+from ckptfs.local.store import Store
+from ckptfs.remote.base import ObjectStore
+from ckptfs.repair import packs as pack_repair
+from ckptfs.repair import trees
+from ckptfs.repair.copies import Copies
+from ckptfs.repair.findings import LOST, REPAIRED, Finding, Report
+from ckptfs.repair.pace import Pace
+from ckptfs.replica.verify import check_pack
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+
+class RemoteScrub:
+    """Looks at the remote of one store. *content* gives a file version's chunks, fetched where need be."""
+
+    def __init__(
+        self,
+        store: Store,
+        remote: ObjectStore,
+        copies: Copies,
+        content: Callable[[int], Awaitable[Content]],
+        pace: Pace,
+        report: Report,
+        *,
+        repair: bool,
+        republish: Callable[[Inode], None],
+    ) -> None:
+        """*republish* is told of files that are to be published anew."""
+        self._store = store
+        self._remote = remote
+        self._copies = copies
+        self._content = content
+        self._pace = pace
+        self._report = report
+        self._repair = repair
+        self._republish = republish
+        self._packs = Packs(store.catalog)
+        self._stock = Stock(store.catalog)
+
+    async def packs_of(self, files: Iterable[StockFile]) -> list[ObjectId]:
+        """The packs that hold *files*, as far as those are published."""
+        found: dict[ObjectId, None] = {}
+        for file in files:
+            if not file.published:
+                continue
+            try:
+                content = await self._content(file.manifest)
+            except CkptfsError as error:
+                self._found(f"manifest {file.manifest}", str(error), "the file cannot be read", self._paths([file.ino]),
+                            state=LOST, repair="")  # fmt: skip
+                continue
+            placed = self._packs.placed({chunk.id for chunk in content.chunks})
+            found.update((at.pack, None) for at in placed.values())
+            homeless = {chunk.id for chunk in content.chunks} - placed.keys()
+            if homeless:
+                self._found(f"manifest {file.manifest}", f"{len(homeless)} of its chunks are in no pack that is known",
+                            "other machines cannot read the file", self._paths([file.ino]),
+                            repair="run `ckptfs fsck`")  # fmt: skip
+        return list(found)
+
+    # Packs
+
+    async def look_at_pack(self, name: ObjectId, size: int) -> None:
+        """Read one pack, check every chunk in it, and make it anew where it is damaged."""
+        await self._pace.spend(size)
+        known = self._packs.chunks(name)
+        data, found = await self._examine(name, known)
+        self._report.packs += 1
+        self._report.remote_bytes += len(data or b"")
+        self._pace.did(size)
+        if found.is_sound:
+            self._packs.verified(name)
+            return
+        data, found = await self._examine(name, known)  # what came may have been damaged on its way
+        if found.is_sound:
+            return
+        bad = {found.chunks[number].id for number in found.bad} if found.chunks else {chunk.id for chunk in known}
+        users = await self._users(bad)
+        key = pack_key(name)
+        finding = self._found(
+            key, found.why, "machines that do not have these bytes cannot read the files",
+            self._paths(file.ino for file, _ in users),
+        )  # fmt: skip
+        if not self._repair:
+            finding.repair = "a scrub that repairs makes the pack anew from bytes that are here"
+            return
+        body = await pack_repair.rebuild(name, data, found, partial(self._raw, name))
+        if body is not None:
+            await self._put(key, body, replace=data is not None)
+            await self._in_thread(lambda: check_pack(name, self._remote.get(key)))
+            self._packs.verified(name)
+            finding.state, finding.repair = REPAIRED, "the pack was made anew, byte for byte, and put again"
+        else:
+            bad_chunks = [found.chunks[number] for number in found.bad] if found.chunks else list(known)
+            await self._cannot_rebuild(name, finding, bad_chunks, users)
+
+    async def _examine(
+        self, name: ObjectId, known: tuple[PackedChunk, ...]
+    ) -> tuple[bytes | None, pack_repair.Examined]:
+        try:
+            data: bytes | None = await self._in_thread(partial(self._remote.get, pack_key(name)))
+        except ObjectMissing:
+            data = None
+        return data, await trio.to_thread.run_sync(pack_repair.examine, name, data, known)
+
+    async def _raw(self, name: ObjectId, chunk: PackedChunk) -> bytes | bytearray | None:
+        return await self._copies.find(chunk.id, chunk.raw_length, but_pack=name)
+
+    async def _cannot_rebuild(
+        self, pack: ObjectId, finding: Finding, bad: list[PackedChunk], users: list[tuple[StockFile, set[ChunkId]]]
+    ) -> None:
+        """Send what is here in other packs, and publish the files that need it anew; name those that stay lost."""
+        lost = {each.id for each in bad if await self._copies.local(each.id, each.raw_length) is None}
+        damaged = [file.ino for file, needs in users if needs & lost]
+        others = [file for file, needs in users if not needs & lost]
+        whole = [file.ino for file in others if file.ino is not None and file.whole and file.image is not None]
+        rest = [file.ino for file in others if file.ino not in whole]
+        if lost:
+            finding.state, finding.paths = LOST, self._paths(damaged)
+            finding.repair = f"{len(lost)} chunks in it are nowhere else"
+        elif rest:
+            finding.state, finding.paths = LOST, self._paths(rest)
+            finding.repair = "the bytes are here, but not the whole of these files: prefetch them and scrub again"
+        else:
+            finding.state = REPAIRED
+            finding.repair = "its bytes are sent again in new packs, and the files published anew"
+        if whole:
+            here = [each.id for each in bad if each.id not in lost]
+            Mending(self._store.catalog).send_again(pack, here, whole, self._store.clock.tick())
+            for ino in whole:
+                self._republish(ino)
+
+    async def _users(self, chunks: set[ChunkId]) -> list[tuple[StockFile, set[ChunkId]]]:
+        """Published files with any of *chunks*, and with which of them."""
+        users = []
+        for file in self._stock.files(ROOT_INODE):
+            if not file.published:
+                continue
+            try:
+                content = await self._content(file.manifest)
+            except CkptfsError:
+                continue
+            needs = chunks & {chunk.id for chunk in content.chunks}
+            if needs:
+                users.append((file, needs))
+        return users
+
+    # Small objects
+
+    async def look_at_heads(self) -> None:
+        """The newest head of every writer must be what the catalog has; another writer's may have been replaced."""
+        for each in self._stock.heads():
+            head = decode_head(open_object(each.body))
+            key = head_key(head.writer, head.seq)
+            there = await self._get(key)
+            self._report.objects += 1
+            if there == each.body or (there is None and not each.own):
+                continue
+            finding = self._found(
+                key, "it is gone" if there is None else "it is damaged",
+                "other machines do not see the state that it published", ("/",),
+            )  # fmt: skip
+            await self._put_again(finding, key, each.body, there is not None)
+
+    async def look_at_objects(self, top: Inode) -> None:
+        """Manifests and trees at or below *top* that are objects of their own."""
+        most = self._store.settings.tuning.tree_entries
+        contents = self._store.contents
+        for tree in self._stock.trees(top):
+            if self._pace.chooses():
+                make = partial(trees.tree_objects, self._stock, contents, tree, most)
+                await self._look_at_object(tree_key(tree.digest), tree.digest, tree.ino, "listed", make)
+        for file in self._stock.files(top):
+            if file.digest is not None and self._pace.chooses():
+                make = partial(trees.manifest_object, contents, self._packs, file.manifest, file.digest)
+                await self._look_at_object(manifest_key(file.digest), file.digest, file.ino, "read", make)
+
+    async def _look_at_object(
+        self, key: str, digest: ObjectId, ino: Inode | None, verb: str, make: Callable[[], dict[str, bytes] | None]
+    ) -> None:
+        why = await self._why_unsound(key, digest)
+        self._report.objects += 1
+        if not why or not (why := await self._why_unsound(key, digest)):
+            return
+        finding = self._found(key, why, f"machines that see it for the first time cannot have it {verb}",
+                              self._paths([ino]))  # fmt: skip
+        made = make()
+        if made is None:
+            finding.state = LOST
+            finding.repair = "what it said cannot be told from the catalog any more; changing it publishes it anew"
+            return
+        if not self._repair:
+            finding.repair = "a scrub that repairs makes it anew from the catalog"
+            return
+        for each, body in made.items():
+            sealed = seal_object(body)
+            there = await self._get(each)
+            if there is None or not _opens(there, body):
+                await self._put(each, sealed, replace=there is not None)
+        finding.state, finding.repair = REPAIRED, "it was made anew from the catalog and put again"
+
+    async def _why_unsound(self, key: str, digest: ObjectId) -> str:
+        """What is wrong with an object or, of a split tree, one of its parts; "" when nothing is."""
+        data = await self._get(key)
+        if data is None:
+            return "it is gone"
+        try:
+            body = open_object(data, digest)
+            if key == manifest_key(digest):
+                decode_manifest(body)
+                return ""
+            tree = decode_tree(body)
+        except FormatError as error:
+            return f"it is damaged ({error})"
+        for part in tree.parts if isinstance(tree, TreeParts) else ():
+            why = await self._why_unsound(tree_key(part), part)
+            if why:
+                return f"its part {tree_key(part)}: {why}"
+        return ""
+
+    # Within
+
+    async def _put_again(self, finding: Finding, key: str, body: bytes, replace: bool) -> None:
+        if not self._repair:
+            finding.repair = "a scrub that repairs puts it again"
+            return
+        await self._put(key, body, replace=replace)
+        finding.state, finding.repair = REPAIRED, "its bytes, which the catalog has, were put again"
+
+    async def _put(self, key: str, body: bytes, *, replace: bool) -> None:
+        """Raises RemoteError. What is replaced is damaged, and has the same name because it was the same."""
+        try:
+            await self._in_thread(partial(self._remote.put, key, body, if_absent=not replace))
+        except ObjectExists:
+            pass  # somebody else was faster
+        log.warning("%s was put again", key)
+
+    async def _get(self, key: str) -> bytes | None:
+        try:
+            return await self._in_thread(partial(self._remote.get, key))
+        except ObjectMissing:
+            return None
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(call, abandon_on_cancel=True)
+
+    def _found(
+        self, where: str, what: str, meaning: str, paths: tuple[str, ...], *, state: str | None = None, repair: str = ""
+    ) -> Finding:
+        finding = Finding(where, what, meaning, repair, paths=paths)
+        if state is not None:
+            finding.state = state
+        self._report.findings.append(finding)
+        self._pace.progress.found += 1
+        log.error("%s: %s", where, what)
+        return finding
+
+    def _paths(self, inos: Iterable[Inode | None]) -> tuple[str, ...]:
+        found = []
+        for ino in inos:
+            try:
+                if ino is not None:
+                    found.append(os.fsdecode(self._store.names.path(ino)))
+            except CkptfsError:
+                pass  # removed meanwhile
+        return tuple(sorted(found))
+
+
+def _opens(data: bytes, body: bytes) -> bool:
+    try:
+        return open_object(data) == body
+    except FormatError:
+        return False
+
+

@@ -1,0 +1,137 @@
+"""`ckptfs scrub` and `ckptfs fsck`: whether everything is still what it was, and mending it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptfs.client import Place, ask, locate
+from ckptfs.errors import MountError, StoreError
+
+from .. import mountpoint as mounts
+from .. import placement
+from ..order import EXIT_PENDING
+from .output import JSON, SIZE, files, size
+from .waiting import Waiting
+
+
+class _Share(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.3
+    """A share: 0.1 or 10%."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 < share <= 1:
+            self.fail(f"{value!r} is no share; write 0.1 or 10%", param, ctx)
+        return share
+
+
+@click.command()
+@click.argument("path", default=".")
+@click.option("--remote", is_flag=True, help="Read the remote's packs, manifests and trees too.")
+@click.option("--sample", type=_Share(), metavar="SHARE", default=1.0, help="Look at a share only, such as 10%.")
+@click.option("--rate", type=SIZE, metavar="SIZE", help="Read at most so many bytes a second, such as 50M.")
+@click.option("--no-repair", is_flag=True, help="Only tell what is damaged.")
+@JSON
+def scrub(path: str, remote: bool, sample: float, rate: int | None, no_repair: bool, as_json: bool) -> None:
+    """Read again what is stored below PATH, compare it with its digests, and mend what is damaged.
+
+    PATH is a file or directory of a mount, which goes on working, or a store that is not mounted. What is damaged here
+    is mended from other files or the remote; with --remote, what is damaged there is mended from here. Exit status 3:
+    something stays damaged; its files are named.
+    """
+    request = {"remote": remote, "sample": sample, "rate_bytes_s": rate, "repair": not no_repair}
+    store = find_store(path)
+    with Waiting("scrubbing", quiet=as_json) as waiting:
+        if isinstance(store, Place):
+            inside = os.fsdecode(store.inside)
+            report = ask(store.store, "scrub", waiting.show, path=inside, **request)
+        else:
+            report = _scrub_unmounted(store, request, waiting)
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+    else:
+        _tell(report)
+    if not report["sound"]:
+        sys.exit(EXIT_PENDING)
+
+
+def find_store(path: str) -> Place | Path:
+    """Where *path* is served by a daemon; or the store that it is, or had when it was mounted, which nobody serves.
+
+    Raises MountError and StoreError, saying what *path* is not.
+    """
+    real = Path(os.path.realpath(os.path.expanduser(path)))
+    if placement.is_store(real):
+        there = _daemon_of(real)
+        return real if there is None else Place(there["mountpoint"], real, b"/")
+    try:
+        return locate(path)
+    except MountError as error:
+        try:
+            chosen = placement.choose(mounts.resolve(str(real)), None)
+        except StoreError:
+            raise error from None
+        if not placement.is_store(chosen):
+            raise MountError(f"{path}: neither in a ckptfs mount, nor a store, nor a mountpoint that had one") from None
+        return chosen
+
+
+def _daemon_of(store: Path) -> dict[str, Any] | None:
+    try:
+        answer: dict[str, Any] = ask(store, "hello")
+        return answer
+    except MountError:
+        return None
+
+
+def _scrub_unmounted(store: Path, request: dict[str, Any], waiting: Waiting) -> dict[str, Any]:
+    from ckptfs.engine import Engine
+    from ckptfs.repair.pace import Scrubbing
+
+    from ..requests import scrub_options, scrub_progress
+    from ..unmounted import log_into, work_on
+
+    progress = Scrubbing()
+    log_into(store)
+
+    async def work(engine: Engine) -> dict[str, Any]:
+        return (await engine.scrub(b"/", scrub_options(request, alone=True), progress)).document()
+
+    return work_on(
+        store, work, lambda: waiting.show(scrub_progress(progress)), needs_remote=bool(request["remote"])
+    )
+
+
+def _tell(report: dict[str, Any]) -> None:
+    for finding in report["findings"]:
+        click.echo(f"{finding['state']}: {finding['where']}: {finding['what']}")
+        for each in finding["paths"]:
+            click.echo(f"  {each}")
+        click.echo(f"  {finding['meaning']}" + (f"; {finding['repair']}" if finding["repair"] else ""))
+    for each in report["skipped"]:
+        click.echo(f"not looked at: {each}")
+    looked = f"{files(report['files'])}, {size(report['bytes'])} here"
+    if report["packs"] or report["objects"]:
+        looked += f"; {size(report['remote_bytes'])} in {report['packs']} packs and {report['objects']} small objects"
+        looked += " on the remote"
+    click.echo(f"looked at {looked}: {_verdict(report)}")
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    states = [finding["state"] for finding in report["findings"]]
+    if not states:
+        return "everything is as it was saved"
+    counts = [(states.count(state), state) for state in ("repaired", "found", "lost")]
+    words = {"repaired": "repaired", "found": "damaged and not repaired", "lost": "lost"}
+    return ", ".join(f"{count} {words[state]}" for count, state in counts if count)
