@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import trio
@@ -16,14 +16,14 @@ import trio
 from ckptfs.background.caller import Worker
 from ckptfs.errors import RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
-from ckptfs.ids import ROOT_INODE, ImageId, Inode
+from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.prefetch import Fetching, prefetch
 from ckptfs.repair.findings import Report
 from ckptfs.repair.pace import Scrubbing
-from ckptfs.repair.scrub import ScrubOptions, scrub
+from ckptfs.repair.scrub import Scrub, ScrubOptions
 from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
@@ -166,7 +166,15 @@ class Engine:
     async def scrub(self, path: bytes, options: ScrubOptions, progress: Scrubbing) -> Report:
         """Read everything at or below *path* again and mend it; see `ckptfs.repair.scrub`. Raises NameMissing too."""
         ino = await self._resolve(path)
-        return await scrub(self._store, self.filesystem, self.replica, self._remote, ino, options, progress)
+        work = Scrub(self._store, self.filesystem, self.replica, self._remote, options, progress)
+        return await work.run(ino)
+
+    async def mend(self, images: Collection[ImageId], objects: Collection[ObjectId], progress: Scrubbing) -> Report:
+        """Seal what is not sealed, and mend these images and remote objects, in a store that nobody has mounted."""
+        options = ScrubOptions(alone=True)
+        await self._all_sealed()
+        work = Scrub(self._store, self.filesystem, self.replica, self._remote, options, progress)
+        return await work.mend(images, objects)
 
     async def publish(self, path: bytes = b"/") -> list[bytes]:
         """Cut at once; returns when the head with it is acknowledged: the paths under *path* that are not in it.

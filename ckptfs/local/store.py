@@ -48,7 +48,7 @@ class Store:
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
         self._lock_fd = lock_fd
-        self.settings = _read_settings(path / "settings.json")
+        self.settings = read_settings(path / "settings.json")
         self.ballast = Ballast(path / "ballast")
         self.ballast.give(_OPENING_BYTES)
         self.catalog = Catalog(path / "catalog.db", self.ballast.allocate)
@@ -164,7 +164,10 @@ class Store:
                 path.unlink()
         for image in found - known:
             path = self.images.path(image)
-            if path.stat().st_blocks == 0:  # killed between creating it and its row
+            if self._recovery.restore_image_row(image):
+                log.error("image %016x had no row in the catalog, and a file needs it: it has one again", image)
+                known.add(image)
+            elif path.stat().st_blocks == 0:  # killed between creating it and its row
                 path.unlink()
             else:
                 log.warning("image %016x has no row in the catalog: moved to %s", image, lost)
@@ -214,7 +217,7 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _read_settings(path: Path) -> Settings:
+def read_settings(path: Path) -> Settings:
     """Raises StoreError when the file is damaged. Fields that this version does not know are ignored."""
     try:
         document: dict[str, Any] = json.loads(path.read_text())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -60,9 +60,11 @@ class ImageScrub:
         self._pace = pace
         self._report = report
         self._repair = repair
-        self._stock = Stock(store.catalog)
+        self._stock = Stock(store.catalog.db)
         self.mended: Callable[[StockFile], None] = lambda file: None
         """Called when bytes of a file's image were put back: what the kernel keeps of it may be the damaged ones."""
+        self.learn_places: Callable[[int], Awaitable[None]] | None = None
+        """Looks up where the remote has a published file version, where the catalog does not say."""
 
     async def look(self, file: StockFile) -> None:
         """Hash what the image of *file* should hold, and mend it."""
@@ -164,6 +166,11 @@ class ImageScrub:
         if not self._repair:
             finding.repair = "a scrub that repairs looks for these bytes in other files and on the remote"
             return
+        if file.published and self.learn_places is not None:
+            try:
+                await self.learn_places(file.manifest)
+            except CkptfsError as error:
+                log.warning("%s", error)
         lost, in_use = [], False
         for each in bad:
             raw = await self._copies.find(each.id, each.length, but_image=image)

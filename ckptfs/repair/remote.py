@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ import trio
 from ckptfs.encoding.canonical import open_object, seal_object
 from ckptfs.encoding.head import decode_head, head_key
 from ckptfs.encoding.keys import manifest_key, pack_key, tree_key
-from ckptfs.encoding.manifest import Content, decode_manifest
+from ckptfs.encoding.manifest import decode_manifest
 from ckptfs.encoding.pack import PackedChunk
 from ckptfs.encoding.tree import TreeParts, decode_tree
 from ckptfs.errors import CkptfsError, FormatError, ObjectExists, ObjectMissing
@@ -34,6 +34,7 @@ from ckptfs.repair import trees
 from ckptfs.repair.copies import Copies
 from ckptfs.repair.findings import LOST, REPAIRED, Finding, Report
 from ckptfs.repair.pace import Pace
+from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.verify import check_pack
 
 log = logging.getLogger(__name__)
@@ -43,14 +44,14 @@ T = TypeVar("T")
 
 
 class RemoteScrub:
-    """Looks at the remote of one store. *content* gives a file version's chunks, fetched where need be."""
+    """Looks at the remote of one store."""
 
     def __init__(
         self,
         store: Store,
         remote: ObjectStore,
         copies: Copies,
-        content: Callable[[int], Awaitable[Content]],
+        hydrator: Hydrator,
         pace: Pace,
         report: Report,
         *,
@@ -61,13 +62,13 @@ class RemoteScrub:
         self._store = store
         self._remote = remote
         self._copies = copies
-        self._content = content
+        self._content, self._learn_places = hydrator.content, hydrator.learn_places
         self._pace = pace
         self._report = report
         self._repair = repair
         self._republish = republish
         self._packs = Packs(store.catalog)
-        self._stock = Stock(store.catalog)
+        self._stock = Stock(store.catalog.db)
 
     async def packs_of(self, files: Iterable[StockFile]) -> list[ObjectId]:
         """The packs that hold *files*, as far as those are published."""
@@ -77,17 +78,14 @@ class RemoteScrub:
                 continue
             try:
                 content = await self._content(file.manifest)
+                chunks = {chunk.id for chunk in content.chunks}
+                if self._packs.known(chunks) != chunks:
+                    await self._learn_places(file.manifest)
             except CkptfsError as error:
-                self._found(f"manifest {file.manifest}", str(error), "the file cannot be read", self._paths([file.ino]),
-                            state=LOST, repair="")  # fmt: skip
+                self._found(f"manifest {file.manifest}", str(error), "the file cannot be read where it is not yet",
+                            self._paths([file.ino]), state=LOST, repair="")  # fmt: skip
                 continue
-            placed = self._packs.placed({chunk.id for chunk in content.chunks})
-            found.update((at.pack, None) for at in placed.values())
-            homeless = {chunk.id for chunk in content.chunks} - placed.keys()
-            if homeless:
-                self._found(f"manifest {file.manifest}", f"{len(homeless)} of its chunks are in no pack that is known",
-                            "other machines cannot read the file", self._paths([file.ino]),
-                            repair="run `ckptfs fsck`")  # fmt: skip
+            found.update((at.pack, None) for at in self._packs.placed(chunks).values())
         return list(found)
 
     # Packs
@@ -194,16 +192,20 @@ class RemoteScrub:
             )  # fmt: skip
             await self._put_again(finding, key, each.body, there is not None)
 
-    async def look_at_objects(self, top: Inode) -> None:
-        """Manifests and trees at or below *top* that are objects of their own."""
+    async def look_at_objects(self, top: Inode, only: Collection[ObjectId] | None = None) -> None:
+        """Manifests and trees at or below *top* that are objects of their own; of those, *only* some."""
+
+        def is_meant(digest: ObjectId) -> bool:
+            return self._pace.chooses() if only is None else digest in only
+
         most = self._store.settings.tuning.tree_entries
         contents = self._store.contents
         for tree in self._stock.trees(top):
-            if self._pace.chooses():
+            if is_meant(tree.digest):
                 make = partial(trees.tree_objects, self._stock, contents, tree, most)
                 await self._look_at_object(tree_key(tree.digest), tree.digest, tree.ino, "listed", make)
         for file in self._stock.files(top):
-            if file.digest is not None and self._pace.chooses():
+            if file.digest is not None and is_meant(file.digest):
                 make = partial(trees.manifest_object, contents, self._packs, file.manifest, file.digest)
                 await self._look_at_object(manifest_key(file.digest), file.digest, file.ino, "read", make)
 

@@ -1,17 +1,18 @@
 """Scrub: read everything again that a store has, here and on its remote, and mend what can be mended.
 
-`scrub` is one task on the event loop beside everything else that a mount does. Cancelling it, or killing the process,
+A scrub is one task on the event loop beside everything else that a mount does. Cancelling it, or killing the process,
 leaves what was mended and nothing half done.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckptfs.errors import CkptfsError, ContentUnavailable, RemoteError
 from ckptfs.filesystem import FileSystem
-from ckptfs.ids import ROOT_INODE, Inode, ObjectId
+from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.catalog.stock import Stock, StockFile
 from ckptfs.local.store import Store
@@ -44,62 +45,92 @@ class ScrubOptions:
     """Nobody has the store mounted: what is to be published anew waits for the next mount."""
 
 
-async def scrub(
-    store: Store,
-    filesystem: FileSystem,
-    replica: Replica | None,
-    remote: ObjectStore | None,
-    top: Inode,
-    options: ScrubOptions,
-    progress: Scrubbing,
-) -> Report:
-    """Look at everything at or below *top*; the report says what was found and what became of it.
+class Scrub:
+    """One scrub of one store: what looks at images and at the remote, wired together."""
 
-    Raises RemoteError when the remote was to be looked at and does not answer, ContentUnavailable when a directory that
-    nobody looked into yet cannot be had, OSError of the local disk.
-    """
-    retrying = Retrying(remote, _LIMITS) if remote is not None else None
-    packs = Packs(store.catalog)
-    pace, report = Pace(progress, options.rate_bytes_s, options.sample), Report()
-    copies = Copies(store, packs, retrying)
-    stock = Stock(store.catalog)
-    if options.remote:
-        if replica is None or retrying is None:
+    def __init__(
+        self,
+        store: Store,
+        filesystem: FileSystem,
+        replica: Replica | None,
+        remote: ObjectStore | None,
+        options: ScrubOptions,
+        progress: Scrubbing,
+    ) -> None:
+        retrying = Retrying(remote, _LIMITS) if remote is not None else None
+        self._store = store
+        self._filesystem = filesystem
+        self._replica = replica
+        self._options = options
+        self._progress = progress
+        self._stock = Stock(store.catalog.db)
+        self._pace = Pace(progress, options.rate_bytes_s, options.sample)
+        self._report = Report()
+        copies = Copies(store, Packs(store.catalog), retrying)
+        self._images = ImageScrub(store, filesystem, copies, self._pace, self._report, repair=options.repair)
+        self._remote: RemoteScrub | None = None
+        if replica is not None and retrying is not None:
+            self._images.learn_places = replica.hydrator.learn_places
+            on_change = replica.on_remote_change
+            self._images.mended = lambda file: on_change(file.ino) if file.ino is not None else None
+            self._remote = RemoteScrub(
+                store, retrying, copies, replica.hydrator, self._pace, self._report,
+                repair=options.repair and (options.alone or not replica.read_only),
+                republish=_leave if options.alone else replica.attributes_changed,
+            )  # fmt: skip
+
+    async def run(self, top: Inode) -> Report:
+        """Look at everything at or below *top*; the report says what was found and what became of it.
+
+        Raises RemoteError when the remote was to be looked at and does not answer, ContentUnavailable when a directory
+        that nobody looked into yet cannot be had, OSError of the local disk.
+        """
+        if self._options.remote:
+            await self._demand_remote()
+            await _expand(self._filesystem, self._stock, top, self._report)
+        files = self._stock.files(top) + (self._stock.cut_files() if top == ROOT_INODE else [])
+        packs = await self._remote.packs_of(files) if self._options.remote and self._remote else []
+        sizes = self._stock.packs()
+        self._progress.files = len(files)
+        all_bytes = sum(_bytes_here(self._store, file) for file in files) + sum(sizes.get(each, 0) for each in packs)
+        self._progress.total_bytes = round(self._options.sample * all_bytes)
+        for file in files:
+            await self._images.look(file)
+            self._progress.done_files += 1
+        if self._options.remote and self._remote is not None:
+            for name in packs:
+                if self._pace.chooses():
+                    await self._remote.look_at_pack(name, sizes.get(name, 0))
+            await self._remote.look_at_objects(top)
+            await self._remote.look_at_heads()
+        unsealed = len(self._store.contents.unsealed_images())
+        if unsealed:
+            skipped = "1 file is" if unsealed == 1 else f"{unsealed} files are"
+            self._report.skipped.append(f"{skipped} not sealed yet: nothing says what the bytes should be")
+        return self._report
+
+    async def mend(self, images: Collection[ImageId], objects: Collection[ObjectId]) -> Report:
+        """Look at some images, and some packs, manifests and trees, alone: `fsck` found that they are not as they were.
+
+        Raises as `run`.
+        """
+        for file in self._stock.files(ROOT_INODE):
+            if file.image in images:
+                await self._images.look(file)
+        if objects:
+            remote = await self._demand_remote()
+            sizes = self._stock.packs()
+            for name in sizes.keys() & set(objects):
+                await remote.look_at_pack(name, sizes[name])
+            await remote.look_at_objects(ROOT_INODE, objects)
+            await remote.look_at_heads()
+        return self._report
+
+    async def _demand_remote(self) -> RemoteScrub:
+        if self._replica is None or self._remote is None:
             raise RemoteError("this store has no remote to scrub: mount it with --remote")
-        await replica.demand_right()
-        await _expand(filesystem, stock, top, report)
-    files = stock.files(top) + (stock.cut_files() if top == ROOT_INODE else [])
-    progress.files = len(files)
-    remote_scrub: RemoteScrub | None = None
-    needed: list[ObjectId] = []
-    if options.remote and replica is not None and retrying is not None:
-        may_change = options.alone or not replica.read_only
-        remote_scrub = RemoteScrub(
-            store, retrying, copies, replica.hydrator.content, pace, report,
-            repair=options.repair and may_change,
-            republish=_leave if options.alone else replica.attributes_changed,
-        )  # fmt: skip
-        needed = await remote_scrub.packs_of(files)
-    sizes = stock.packs()
-    progress.total_bytes = round(
-        options.sample * (sum(_bytes_here(store, file) for file in files) + sum(sizes.get(each, 0) for each in needed))
-    )
-    images = ImageScrub(store, filesystem, copies, pace, report, repair=options.repair)
-    if replica is not None:
-        images.mended = lambda file: replica.on_remote_change(file.ino) if file.ino is not None else None
-    for file in files:
-        await images.look(file)
-        progress.done_files += 1
-    if remote_scrub is not None:
-        for name in needed:
-            if pace.chooses():
-                await remote_scrub.look_at_pack(name, sizes.get(name, 0))
-        await remote_scrub.look_at_objects(top)
-        await remote_scrub.look_at_heads()
-    unsealed = len(store.contents.unsealed_images())
-    if unsealed:
-        report.skipped.append(f"{unsealed} files are not sealed yet: nothing says what their bytes should be")
-    return report
+        await self._replica.demand_right()
+        return self._remote
 
 
 async def _expand(filesystem: FileSystem, stock: Stock, top: Inode, report: Report) -> None:

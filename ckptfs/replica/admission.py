@@ -15,20 +15,20 @@ from ckptfs.errors import FormatError, ObjectExists, ObjectMissing, RemoteUnusab
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.remote.base import ObjectStore
 
-_BINDING = "remote_store"
+BINDING = "remote_store"
 """The catalog's setting with the id of the remote."""
 
 
 def bound_to(catalog: Catalog) -> UUID | None:
     """The id of the remote that this store met first; None before it met one."""
-    known = catalog.get_setting(_BINDING)
+    known = catalog.get_setting(BINDING)
     return None if known is None else UUID(str(known))
 
 
 def bind(catalog: Catalog, remote: RemoteFormat) -> None:
     """From now on *remote* is this store's, for ever."""
     if bound_to(catalog) is None:
-        catalog.set_setting(_BINDING, str(remote.store))
+        catalog.set_setting(BINDING, str(remote.store))
         catalog.sync_wal()
 
 

@@ -91,6 +91,10 @@ class Hydrator:
         """What a sealed file version consists of. Raises ContentUnavailable."""
         return await self._manifests.content(manifest_row)
 
+    async def learn_places(self, manifest_row: int) -> None:
+        """Look up where the remote has a published file version, once more. Raises ContentUnavailable."""
+        await self._manifests.learn(manifest_row)
+
     def begin(self, image: Image, content: Content, start: int, end: int) -> None:
         """Have the bytes [start, end) of the file on their way into it; nobody is told when they do not come."""
         try:

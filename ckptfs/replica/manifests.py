@@ -90,6 +90,15 @@ class Manifests:
             cached.places = await trio.to_thread.run_sync(_places, manifest)
         return cached.places
 
+    async def learn(self, manifest: int) -> None:
+        """Record where the remote's manifest says that the chunks lie. Raises ContentUnavailable."""
+        row = self._contents.manifest(manifest)
+        if row.digest is not None:
+            try:
+                await self._learn(await self._get(row.digest, row.remote_body))
+            except (RemoteError, FormatError, trio.TooSlowError) as error:
+                raise _unavailable(row.digest, error) from error
+
     async def _fetch(self, digest: ObjectId, body: bytes | None, row: int) -> _Cached:
         while digest in self._fetching:
             await self._fetching[digest].wait()

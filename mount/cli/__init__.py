@@ -14,7 +14,7 @@ import click
 from ckptfs.errors import CkptfsError
 
 from .mounting import auth, daemon, mount, umount
-from .repairing import scrub
+from .repairing import fsck, scrub
 from .seeing import list_remote, prefetch, publish, status, wait
 
 
@@ -50,5 +50,5 @@ def main() -> None:
     """
 
 
-for _command in (mount, umount, auth, daemon, status, wait, publish, prefetch, list_remote, scrub):
+for _command in (mount, umount, auth, daemon, status, wait, publish, prefetch, list_remote, fsck, scrub):
     main.add_command(_command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from .. import placement
 from ..order import EXIT_PENDING
 from .output import JSON, SIZE, files, size
 from .waiting import Waiting
+
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at a store that is in use: transactions and renames of files take less."""
 
 
 class _Share(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.3
@@ -63,6 +67,49 @@ def scrub(path: str, remote: bool, sample: float, rate: int | None, no_repair: b
     else:
         _tell(report)
     if not report["sound"]:
+        sys.exit(EXIT_PENDING)
+
+
+@click.command()
+@click.argument("path", metavar="STORE_OR_MOUNT", default=".")
+@click.option("--repair", is_flag=True, help="Mend what can be mended; nobody may have the store mounted.")
+@click.option("--local", is_flag=True, help="Leave the remote alone.")
+@JSON
+def fsck(path: str, repair: bool, local: bool, as_json: bool) -> None:
+    """Compare the catalog of a store with itself, with the files in images/, and with what the remote lists.
+
+    STORE_OR_MOUNT is a store, a mountpoint or something in a mount. Changes nothing without --repair. Reads no files:
+    `ckptfs scrub` does. Exit status 3: something is wrong, or could not be looked at.
+    """
+    from ckptfs.repair.fsck import conclude
+
+    from ..unmounted import log_into, look_at
+    from ..unmounted import repair as repair_store
+
+    place = find_store(path)
+    store = place.store if isinstance(place, Place) else place
+    found = look_at(store, asks_remote=not local)
+    if isinstance(place, Place):
+        if repair:
+            raise MountError(
+                f"{place.mountpoint} is mounted: unmount it first. What `ckptfs scrub` mends it mends in a mount, too"
+            )
+        if not found.is_sound:  # a moment in which a daemon was at work looks like damage
+            time.sleep(_LOOK_AGAIN_S)
+            again = look_at(store, asks_remote=not local)
+            same = {(each.where, each.what) for each in again.findings}
+            found.findings = [each for each in found.findings if (each.where, each.what) in same]
+    elif repair:
+        log_into(store)
+        if not found.is_sound:
+            mended = repair_store(store, found)
+            found = conclude(found, mended, look_at(store, asks_remote=not local))
+    if as_json:
+        click.echo(json.dumps(found.document(), indent=1))
+    else:
+        _tell_findings(found.document())
+        click.echo(f"{store}: {_verdict(found.document(), 'nothing is wrong')}")
+    if not found.is_sound or found.skipped:
         sys.exit(EXIT_PENDING)
 
 
@@ -114,6 +161,15 @@ def _scrub_unmounted(store: Path, request: dict[str, Any], waiting: Waiting) -> 
 
 
 def _tell(report: dict[str, Any]) -> None:
+    _tell_findings(report)
+    looked = f"{files(report['files'])}, {size(report['bytes'])} here"
+    if report["packs"] or report["objects"]:
+        looked += f"; {size(report['remote_bytes'])} in {report['packs']} packs and {report['objects']} small objects"
+        looked += " on the remote"
+    click.echo(f"looked at {looked}: {_verdict(report, 'everything is as it was saved')}")
+
+
+def _tell_findings(report: dict[str, Any]) -> None:
     for finding in report["findings"]:
         click.echo(f"{finding['state']}: {finding['where']}: {finding['what']}")
         for each in finding["paths"]:
@@ -121,17 +177,12 @@ def _tell(report: dict[str, Any]) -> None:
         click.echo(f"  {finding['meaning']}" + (f"; {finding['repair']}" if finding["repair"] else ""))
     for each in report["skipped"]:
         click.echo(f"not looked at: {each}")
-    looked = f"{files(report['files'])}, {size(report['bytes'])} here"
-    if report["packs"] or report["objects"]:
-        looked += f"; {size(report['remote_bytes'])} in {report['packs']} packs and {report['objects']} small objects"
-        looked += " on the remote"
-    click.echo(f"looked at {looked}: {_verdict(report)}")
 
 
-def _verdict(report: dict[str, Any]) -> str:
+def _verdict(report: dict[str, Any], sound: str) -> str:
     states = [finding["state"] for finding in report["findings"]]
     if not states:
-        return "everything is as it was saved"
+        return sound
     counts = [(states.count(state), state) for state in ("repaired", "found", "lost")]
-    words = {"repaired": "repaired", "found": "damaged and not repaired", "lost": "lost"}
+    words = {"repaired": "repaired", "found": "wrong and not repaired", "lost": "lost"}
     return ", ".join(f"{count} {words[state]}" for count, state in counts if count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from ckptfs.encoding.manifest import decode_content
 from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, ImageId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
 
@@ -58,3 +59,24 @@ class Recovery:
             if not unsealed:
                 db.execute("DELETE FROM image WHERE id = ?", (image,))
         return unsealed
+
+    def restore_image_row(self, image: ImageId) -> bool:
+        """*image* is on the disk without a row. Makes one if a file or a cut needs it; whether one does.
+
+        A sealed file's is whole only if every chunk is said to lie in it: what is not is looked for elsewhere.
+        """
+        row = self._db.execute(
+            "SELECT m.body FROM (SELECT manifest FROM inode WHERE image = ?1 UNION ALL SELECT manifest FROM cut_entry"
+            " WHERE image = ?1) c LEFT JOIN manifest m ON m.id = c.manifest LIMIT 1",
+            (image,),
+        ).fetchone()
+        if row is None:
+            return False
+        whole = row[0] is None
+        if row[0] is not None:
+            located = set(self._db.execute("SELECT chunk, offset FROM location WHERE image = ?", (image,)))
+            content = decode_content(row[0])
+            whole = located >= {(each.id, at) for each, at in zip(content.chunks, content.offsets(), strict=True)}
+        with self._catalog.transaction() as db:
+            db.execute("INSERT INTO image (id, whole) VALUES (?, ?)", (image, int(whole)))
+        return True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sqlite3
 from dataclasses import dataclass
 
 from ckptfs.ids import FileId, ImageId, Inode, ObjectId
-from ckptfs.local.catalog.catalog import SELF, Catalog
+from ckptfs.local.catalog.catalog import SELF
 from ckptfs.local.catalog.cuts import CutEntry, entry_of_row
 
 _UNDER = """
@@ -61,8 +61,9 @@ class StockHead:
 
 
 class Stock:
-    def __init__(self, catalog: Catalog) -> None:
-        self._db = catalog.db
+    def __init__(self, db: sqlite3.Connection) -> None:
+        """*db* is a catalog's connection; one that only reads will do."""
+        self._db = db
 
     def files(self, top: Inode) -> list[StockFile]:
         """Sealed files at or below *top*, by inode."""
@@ -132,14 +133,6 @@ class Stock:
             "SELECT tree FROM inode WHERE tree IS NOT NULL AND tree_body IS NULL AND dirty = 0 AND nlink > 0"
         )
         return {ObjectId(row[0]) for row in manifests}, {ObjectId(row[0]) for row in trees}
-
-    def inodes_of_manifests(self, manifests: Iterable[int]) -> list[Inode]:
-        """Whoever has one of *manifests*."""
-        return [
-            Inode(row[0])
-            for manifest in manifests
-            for row in self._db.execute("SELECT ino FROM inode WHERE manifest = ? AND nlink > 0", (manifest,))
-        ]
 
 
 def _file(row: tuple[int | None, int | None, int, int, int, bytes | None, int]) -> StockFile:
