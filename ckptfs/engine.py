@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from ckptfs.background.caller import Worker
-from ckptfs.errors import RemoteError, RemoteUnusable
+from ckptfs.errors import ContentUnavailable, RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.totals import Totals
@@ -154,7 +154,7 @@ class Engine:
     async def _verified(self, replica: Replica, ino: Inode) -> str:
         try:
             await replica.verify(self._totals.manifests_under(ino))
-        except RemoteError as error:
+        except (ContentUnavailable, RemoteError) as error:
             log.info("verifying waits: %s", error)
         return await self.state_of(ino)
 

@@ -26,6 +26,10 @@ _PIECES_AT_ONCE = 64
 """Cut before they are hashed, side by side; no more of their bytes than threads are in memory."""
 
 
+_HOLES_MOST = 1 << 20
+"""A file with more of them is taken as if it had none: nobody would read a manifest that lists them all."""
+
+
 class Hashed(NamedTuple):
     """A content in few objects, cheap to hand over and to take parts of."""
 
@@ -74,6 +78,8 @@ def hash_image(path: str, tuning: Tuning) -> Hashed:
         os.fdatasync(fd)
         size = os.fstat(fd).st_size
         spans = data_spans(fd, size)
+        if len(spans) > _HOLES_MOST:
+            spans = [(0, size)]
         source = FileSource(fd, size)
         tensors = recognise(source)
         content = Content(

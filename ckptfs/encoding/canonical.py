@@ -28,6 +28,16 @@ _MOST_RATIO = 1 << 15
 """The densest zstd frame has 4 bytes per block of 128 KiB: a larger claim is a lie, and nothing is allocated for it."""
 
 
+_LARGE = 1 << 20
+_CONTAINERS_MOST, _VALUES_MOST = 4 << 20, 64 << 20
+"""In one object. A manifest of 2.5 million chunks has 20 million values in a dozen arrays; 256 MiB of "{}," would be
+90 million objects, and take 6 GB."""
+
+
+def _count(data: bytes | bytearray | memoryview, characters: bytes) -> int:
+    return sum(bytes(data).count(character) for character in characters)
+
+
 def _no_floats(text: str) -> NoReturn:
     raise FormatError(f"JSON number {text[:40]} is not an integer")
 
@@ -73,6 +83,8 @@ def _parts(value: object) -> Iterator[bytes]:
 
 def parse(data: bytes | bytearray | memoryview) -> Any:
     """The value of JSON *data* in any layout. Raises FormatError. Duplicate keys are for the caller to exclude."""
+    if len(data) > _LARGE and (_count(data, b"[{") > _CONTAINERS_MOST or _count(data, b",") > _VALUES_MOST):
+        raise FormatError(f"JSON of {len(data)} bytes with more than {_CONTAINERS_MOST} arrays and objects, or values")
     try:
         return _decoder.decode(bytes(data).decode("ascii"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

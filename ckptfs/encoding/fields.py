@@ -13,6 +13,9 @@ from ckptfs.errors import FormatError
 MOST = (1 << 63) - 1
 """Largest size, offset, stamp or sequence: they live in SQLite's signed 64 bits and in off_t."""
 
+STAMP_MOST = 1 << 62
+"""The year 4199. A clock goes on from the greatest stamp it saw, so that a greater one would leave it no way up."""
+
 HEX_32 = re.compile(r"[0-9a-f]{64}").fullmatch
 HEX_16 = re.compile(r"[0-9a-f]{32}").fullmatch
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckptfs.encoding.canonical import OBJECT_LIMIT, dumps, embed, loads, open_object, unembed
 from ckptfs.encoding.features import check_names, demand
-from ckptfs.encoding.fields import boolean, check_keys, digest_of, id_of, integer, mapping
+from ckptfs.encoding.fields import STAMP_MOST, boolean, check_keys, digest_of, id_of, integer, mapping
 from ckptfs.encoding.keys import SEQUENCE_MOST
 from ckptfs.encoding.keys import head_key as head_key
 from ckptfs.encoding.keys import parse_head_key as parse_head_key
@@ -137,7 +137,7 @@ def _read(value: dict[str, object], requires: tuple[str, ...]) -> Head:
         index,
         index_body,
         integer(value["time"], "time"),
-        Stamp(integer(value["stamp"], "stamp")),
+        Stamp(integer(value["stamp"], "stamp", 0, STAMP_MOST)),
         boolean(value["incomplete"], "incomplete"),
         counts,
         requires,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptfs.encoding.canonical import dumps, embed, loads, object_id, text, unembed, untext
 from ckptfs.encoding.features import check_names, demand
-from ckptfs.encoding.fields import array, check_keys, digest_of, id_of, integer, mapping
+from ckptfs.encoding.fields import STAMP_MOST, array, check_keys, digest_of, id_of, integer, mapping
 from ckptfs.errors import FormatError
 from ckptfs.ids import FileId, ObjectId, Stamp
 
@@ -138,7 +138,7 @@ def _read_entry(row: object, optional: tuple[str, ...]) -> Entry:
     value = mapping(row, "entry")
     if "id" not in value:
         check_keys(value, "tombstone", _TOMBSTONE_KEYS, _TOMBSTONE_KEYS, optional)
-        entry = Entry(untext(value["name"]), Stamp(integer(value["stamp"], "stamp")))
+        entry = Entry(untext(value["name"]), Stamp(integer(value["stamp"], "stamp", 0, STAMP_MOST)))
         _check_name(entry.name)
         return entry
     check_keys(value, "entry", _ENTRY_NEEDED, _ENTRY_KEYS, optional)
@@ -147,7 +147,7 @@ def _read_entry(row: object, optional: tuple[str, ...]) -> Entry:
     xattrs = _read_xattrs(value["xattrs"]) if "xattrs" in value else ()
     entry = Entry(
         untext(value["name"]),
-        Stamp(integer(value["stamp"], "stamp")),
+        Stamp(integer(value["stamp"], "stamp", 0, STAMP_MOST)),
         FileId(id_of(value["id"], "file id")),
         integer(value["mode"], "mode", 0, _MODE_MOST),
         integer(value["uid"], "uid", 0, _OWNER_MOST),
@@ -157,7 +157,7 @@ def _read_entry(row: object, optional: tuple[str, ...]) -> Entry:
         integer(value["mtime"], "mtime", _TIME_LEAST),
         integer(value["ctime"], "ctime", _TIME_LEAST),
         integer(value["atime"], "atime", _TIME_LEAST),
-        Stamp(integer(value["changed"], "changed")),
+        Stamp(integer(value["changed"], "changed", 0, STAMP_MOST)),
         untext(value["target"]) if "target" in value else None,
         xattrs, manifest, manifest_body, tree, tree_body,
     )  # fmt: skip

@@ -90,8 +90,12 @@ class RemoteView:
             yield entry.name, entry
             return
         waiting = [(b"", directory)]
+        seen: set[FileId] = set()
         while waiting:
             above, directory = waiting.pop()
+            if directory in seen:  # a directory is in one place: whoever wrote it into several means harm
+                continue
+            seen.add(directory)
             below = []
             for entry in self._entries(directory):
                 yield above + entry.name, entry

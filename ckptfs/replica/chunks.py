@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from ckptfs.encoding.codec import decode
 from ckptfs.encoding.keys import pack_key
 from ckptfs.encoding.manifest import Chunk, Content, Placed
 from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
-from ckptfs.ids import ImageId, ObjectId, digest
+from ckptfs.ids import ChunkId, ImageId, ObjectId, digest
 from ckptfs.local.catalog.contents import Contents, Location
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images, begin_writing_out_of
@@ -159,7 +159,7 @@ class ChunkFetcher:
             nursery.start_soon(self._fetch_run, nursery, content, pack, run, fd, deliver)
         lacking = [each for each in wanted if each.chunk.id not in placed]
         if lacking:
-            nursery.start_soon(self._elsewhere, nursery, content, lacking, None, None, fd, deliver)
+            nursery.start_soon(self._elsewhere, nursery, content, lacking, {}, None, fd, deliver)
 
     def _runs(self, placed: list[tuple[Wanted, Placed]]) -> list[tuple[ObjectId, list[tuple[Wanted, Placed]]]]:
         """Neighbours in one pack, joined into range requests."""
@@ -217,24 +217,25 @@ class ChunkFetcher:
         if bad:
             log.error("%s does not give what it should hold: %s", key, bad[0].error)
             wanted = [outcome.wanted for outcome in bad]
-            await self._elsewhere(nursery, content, wanted, pack, bad[0].error, fd, deliver)
+            tried = {each.chunk.id: at for each, at in run}
+            await self._elsewhere(nursery, content, wanted, tried, bad[0].error, fd, deliver)
 
     async def _elsewhere(
         self,
         nursery: trio.Nursery,
         content: Content,
         wanted: list[Wanted],
-        tried: ObjectId | None,
+        tried: Mapping[ChunkId, Placed],
         error: Exception | None,
         fd: int | None,
         deliver: Deliver,
     ) -> None:
-        """Where the file's own manifest says that the chunks are, if that is not the pack that was *tried*."""
+        """Where the file's own manifest says that the chunks are, if that is not the place that was *tried*."""
         places = await self._manifests.places(content)
         again = []
         for each in wanted:
             at = places.get(each.chunk.id)
-            if at is None or at.pack == tried:
+            if at is None or at == tried.get(each.chunk.id):
                 deliver(Outcome(each, error or ContentUnavailable(f"no pack known holds chunk {each.chunk.id.hex()}")))
             else:
                 again.append((each, at))

@@ -14,7 +14,7 @@ from typing import Protocol
 import trio
 
 from ckptfs.background.caller import Background
-from ckptfs.errors import RemoteError, RemoteUnusable
+from ckptfs.errors import ContentUnavailable, RemoteError, RemoteUnusable
 from ckptfs.ids import ChunkId, ImageId, Inode
 from ckptfs.local.catalog.cuts import Cuts, Unneeded
 from ckptfs.local.catalog.heads import Heads
@@ -261,10 +261,20 @@ class Replica:
         await verify_packs(self._remote, self.packs, self.packs.unverified_of(await self._chunks(manifests)))
 
     async def is_verified(self, manifests: Iterable[int]) -> bool:
-        """Whether every pack that holds a chunk of *manifests* was verified."""
+        """Whether every pack that holds a chunk of *manifests* was verified. Never waits for the remote.
+
+        A manifest that was not fetched yet, or that cannot be read, was not.
+        """
         if not self.packs.any_unverified():  # so it is where the store compares checksums, and is asked often
             return True
-        return not self.packs.unverified_of(await self._chunks(manifests))
+        wanted = list(manifests)
+        rows = map(self._store.contents.manifest, wanted)
+        if any(row.body is None and row.remote_body is None for row in rows):
+            return False
+        try:
+            return not self.packs.unverified_of(await self._chunks(wanted))
+        except ContentUnavailable:
+            return False
 
     def progress(self) -> Progress:
         return self.publisher.progress()

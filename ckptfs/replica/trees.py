@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from typing import TypeVar
 
 import trio
@@ -22,6 +21,9 @@ from ckptfs.remote.base import ObjectStore
 _CACHED_ENTRIES = 20_000
 """About 20 MB of decoded entries: a conflict looks at the same trees head after head."""
 _CACHED_TREES = 256
+
+_AT_ONCE = 64
+"""A tree may name any number of parts; a task for each of a hundred thousand took 800 MB."""
 
 T = TypeVar("T")
 
@@ -42,29 +44,34 @@ class Trees:
         if tree is not None:
             self._cache.move_to_end(digest)
             return tree
-        decoded = decode_tree(await self._fetch(digest) if body is None else body)
+        decoded = await self._fetch(digest) if body is None else _decode(digest, body)
         if isinstance(decoded, Tree):
             tree = decoded
         else:
             parts: dict[ObjectId, Tree | TreeParts] = {}
 
             async def read_part(part: ObjectId) -> None:
-                parts[part] = decode_tree(await self._fetch(part))
+                parts[part] = await self._fetch(part)
 
             await at_once(read_part, decoded.parts)
             tree = join_parts(decoded, [parts[part] for part in decoded.parts])
         self._keep(digest, tree)
         return tree
 
-    async def _fetch(self, digest: ObjectId) -> bytes:
+    async def _fetch(self, digest: ObjectId) -> Tree | TreeParts:
         self.requests += 1
+        return await trio.to_thread.run_sync(
+            self._fetch_blocking, digest, abandon_on_cancel=True, limiter=self._limiter
+        )
+
+    def _fetch_blocking(self, digest: ObjectId) -> Tree | TreeParts:
         key = tree_key(digest)
-        get = partial(self._remote.get, key)
-        data = await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)
+        data = self._remote.get(key)
         try:
-            return open_object(data, digest)
+            body = open_object(data, digest)
         except FormatError as error:
             raise FormatError(f"{key}: {error}") from error
+        return _decode(digest, body)
 
     def _keep(self, digest: ObjectId, tree: Tree) -> None:
         if len(tree.entries) > _CACHED_ENTRIES // 2 or digest in self._cache:
@@ -76,19 +83,29 @@ class Trees:
             self._cached_entries -= len(oldest.entries)
 
 
-async def at_once(call: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
-    """Call for every item at once. An error cancels the others and is raised as it is."""
-    failed: list[Exception] = []
+def _decode(digest: ObjectId, body: bytes) -> Tree | TreeParts:
+    """Raises FormatError, which names the tree."""
+    try:
+        return decode_tree(body)
+    except FormatError as error:
+        raise FormatError(f"{tree_key(digest)}: {error}") from error
 
-    async def one(item: T) -> None:
-        try:
-            await call(item)
-        except (RemoteError, FormatError) as error:
-            failed.append(error)
-            nursery.cancel_scope.cancel()
+
+async def at_once(call: Callable[[T], Awaitable[None]], items: Iterable[T]) -> None:
+    """Call for every item, many at once. An error cancels the others and is raised as it is."""
+    failed: list[Exception] = []
+    left = iter(items)
+
+    async def work() -> None:
+        for item in left:
+            try:
+                await call(item)
+            except (RemoteError, FormatError) as error:
+                failed.append(error)
+                nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        for item in items:
-            nursery.start_soon(one, item)
+        for _ in range(_AT_ONCE):
+            nursery.start_soon(work)
     if failed:
         raise failed[0]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs.encoding import canonical
-from ckptfs.encoding.fields import MOST
+from ckptfs.encoding.fields import MOST, STAMP_MOST
 from ckptfs.encoding.head import Head, decode_head, encode_head, head_key, open_head
 from ckptfs.encoding.index import Index, decode_index, encode_index
 from ckptfs.encoding.manifest import (
@@ -46,6 +46,7 @@ quick = settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 digests = st.binary(min_size=32, max_size=32)
 ids = st.binary(min_size=16, max_size=16)
 bounded = st.integers(0, MOST)
+stamps = st.integers(0, STAMP_MOST)
 times = st.integers(-(1 << 63), MOST)
 dtypes = st.none() | st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"])
 names = st.binary(min_size=1, max_size=255).filter(lambda name: not {0, 47} & set(name) and name not in (b".", b".."))
@@ -92,7 +93,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 @st.composite
 def entries(draw: st.DrawFn, trees: st.SearchStrategy[Tree] | None = None) -> Entry:
     """Any kind of entry, with its content named or inlined."""
-    name, stamp = draw(names), draw(bounded)
+    name, stamp = draw(names), draw(stamps)
     kind = draw(st.sampled_from((0, *KINDS)))
     if not kind:
         return Entry(name, stamp)
@@ -113,7 +114,7 @@ def entries(draw: st.DrawFn, trees: st.SearchStrategy[Tree] | None = None) -> En
     return Entry(
         name, stamp, draw(ids), kind | draw(st.integers(0, 0o7777)), draw(st.integers(0, (1 << 32) - 1)),
         draw(st.integers(0, (1 << 32) - 1)), draw(bounded), draw(bounded), draw(times), draw(times), draw(times),
-        draw(bounded), xattrs=tuple(sorted(draw(st.dictionaries(keys, st.binary(max_size=30), max_size=3)).items())),
+        draw(stamps), xattrs=tuple(sorted(draw(st.dictionaries(keys, st.binary(max_size=30), max_size=3)).items())),
         **content,
     )  # fmt: skip
 
@@ -136,7 +137,7 @@ def heads(draw: st.DrawFn) -> Head:
     vector = draw(st.dictionaries(ids.filter(lambda other: other != writer), st.integers(1, MOST), max_size=3))
     return Head(
         writer, seq, lanes, vector, draw(st.none() | digests), draw(st.none() | digests), None, draw(bounded),
-        draw(bounded), draw(st.booleans()), draw(st.dictionaries(st.sampled_from(["files", "bytes"]), bounded)),
+        draw(stamps), draw(st.booleans()), draw(st.dictionaries(st.sampled_from(["files", "bytes"]), bounded)),
     )  # fmt: skip
 
 

@@ -240,7 +240,7 @@ class Cuts:
     def unpublished_bytes(self, cut: int) -> int:
         """Bytes of the cut's files that are not published, each version once."""
         row = self._db.execute(
-            "SELECT coalesce(sum(size), 0) FROM manifest WHERE digest IS NULL AND id IN"
+            "SELECT CAST(total(size) AS INTEGER) FROM manifest WHERE digest IS NULL AND id IN"
             " (SELECT manifest FROM cut_entry WHERE cut = ?)",
             (cut,),
         ).fetchone()

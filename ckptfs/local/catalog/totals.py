@@ -83,7 +83,7 @@ class Totals:
 
     def logical_bytes(self) -> int:
         """Sizes of all sealed regular files."""
-        row = self._db.execute("SELECT coalesce(sum(size), 0) FROM inode WHERE manifest IS NOT NULL").fetchone()
+        row = self._db.execute("SELECT CAST(total(size) AS INTEGER) FROM inode WHERE manifest IS NOT NULL").fetchone()
         return int(row[0])
 
     def newest_directories(self, limit: int) -> list[tuple[Inode, int]]:
