@@ -54,6 +54,11 @@ class Threads:
         return nullcontext()
 
 
+def _without_credentials() -> dict[str, str]:
+    """Our environment without what only the remote's client needs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+
+
 @dataclass
 class _Call:
     done: trio.Event = field(default_factory=trio.Event)
@@ -150,7 +155,7 @@ class Worker:
             pass_fds=[connection.fileno()],
             stdin=subprocess.DEVNULL,
             cwd="/",  # not the user's directory, from which Python would import
-            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+            env={**_without_credentials(), "MALLOC_ARENA_MAX": "2"},
             start_new_session=True,
         )
 

@@ -208,6 +208,7 @@ def auth(mountpoint: str) -> None:
 def daemon(report_fd: int, order: str) -> None:
     """Be the daemon of a mount, on behalf of `ckptfs mount`."""
     reporter = PipeReporter(report_fd)
+    os.environ.update(json.loads(sys.stdin.read() or "{}"))
     from ..daemon import serve  # pyfuse3 and boto3 stay out of every other command
 
     sys.exit(serve(Order.load(order), reporter, foreground=False))
@@ -344,21 +345,33 @@ def _lock_is_free(store: Path) -> bool:
 
 
 def _start(order: Order) -> str | None:
-    """Start the daemon and wait until it is ready; its remote's URL. Raises MountError with what it says."""
+    """Start the daemon and wait until it is ready; its remote's URL. Raises MountError with what it says.
+
+    It gets this shell's AWS_* variables through its stdin: what a process is started with, `ps e` shows for as long as
+    it lives.
+    """
+    ours = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     reading, writing = os.pipe()
     log = os.open(Path(order.store) / LOG_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     process = subprocess.Popen(
         [sys.executable, "-m", "ckptfs_mount", "daemon", str(writing), order.dump()],
         cwd="/",  # -m puts the current directory first on the module path
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
+        env={name: value for name, value in os.environ.items() if name not in ours},
         pass_fds=(writing,),
         start_new_session=True,  # a terminal's Ctrl-C and hang-up are not for it
     )
     os.close(writing)
     os.close(log)
     try:
+        assert process.stdin is not None
+        try:
+            with process.stdin as handed_over:
+                handed_over.write(json.dumps(ours).encode())
+        except BrokenPipeError:
+            pass  # it ended already; the report says why
         with open(reading, encoding="utf-8") as report:
             for line in report:
                 message: dict[str, Any] = json.loads(line)
