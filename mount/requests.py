@@ -224,7 +224,7 @@ def scrub_progress(progress: Scrubbing) -> dict[str, Any]:
         "pending_bytes": max(0, progress.total_bytes - progress.done_bytes),
         "sent_bytes": progress.done_bytes,
         "eta_s": progress.eta_s,
-        "last_error": f"{progress.found} damaged so far" if progress.found else None,
+        "last_error": None,
     }
 
 
