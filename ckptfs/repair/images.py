@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 16 << 20
 """Hashed by one call of a thread."""
-_TRIES, _TRY_AGAIN_S = 5, 1.0
+_TRIES, _TRY_AGAIN_S = 3, 1.0
 """How often, and how long after one another, an image that somebody has open is asked for."""
 
 

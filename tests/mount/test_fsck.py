@@ -128,6 +128,7 @@ def test_what_the_remote_lost_is_put_again(saved: Saved) -> None:
     assert {path: path.read_bytes() for path in paths} == before
 
 
+@pytest.mark.slow
 def test_the_own_head_is_put_again(site: Site, tmp_path: Path) -> None:
     """The newest head of this store itself, gone from the remote, comes back byte for byte."""
     remote = tmp_path / "remote"
@@ -191,6 +192,7 @@ def test_a_catalog_that_is_no_database_is_one_line(saved: Saved) -> None:
     assert snapshot(saved.site.store) == before
 
 
+@pytest.mark.slow
 def test_a_remote_that_cannot_be_asked_is_told(saved: Saved) -> None:
     """What is here is looked at all the same; the exit status says that it was not everything."""
     saved.remote.rename(saved.remote.with_name("elsewhere"))
@@ -199,6 +201,7 @@ def test_a_remote_that_cannot_be_asked_is_told(saved: Saved) -> None:
     assert fsck(saved.site, "--local")["skipped"] == []
 
 
+@pytest.mark.slow
 def test_a_repair_that_is_killed_makes_nothing_worse(saved: Saved) -> None:
     """Killed at any moment, fsck finds no more than before, and the next repair ends it."""
     store = saved.site.store

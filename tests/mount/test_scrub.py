@@ -120,6 +120,7 @@ def test_damage_here_is_mended_from_the_remote(saved: Saved) -> None:
     saved.check()
 
 
+@pytest.mark.slow
 def test_an_image_that_is_gone_is_fetched_again(saved: Saved) -> None:
     """The file is read from the remote from then on."""
     image_of(saved.site.store, "weights.npy").unlink()
@@ -187,6 +188,7 @@ def test_what_nobody_has_any_more_is_lost_and_named(saved: Saved, tmp_path: Path
         elsewhere.umount()
 
 
+@pytest.mark.slow
 def test_without_a_remote_other_files_help(site: Site) -> None:
     """A store alone: what another file has is put back, what nobody has is lost and stays as it is."""
     shared, alone = np.random.default_rng(1).bytes(SIZE), np.random.default_rng(2).bytes(SIZE)
@@ -218,6 +220,7 @@ def test_what_cannot_be_scrubbed_is_said(site: Site, tmp_path: Path) -> None:
     site.umount()
 
 
+@pytest.mark.slow
 def test_packs_that_come_out_differently_are_sent_anew(saved: Saved, tmp_path: Path, monkeypatch: Any) -> None:
     """Where another version of zstd makes other bytes, what is here goes into new packs, and the files are published
     anew: another machine reads everything."""
@@ -238,6 +241,7 @@ def test_packs_that_come_out_differently_are_sent_anew(saved: Saved, tmp_path: P
         elsewhere.umount()
 
 
+@pytest.mark.slow
 def test_a_scrub_that_is_killed_makes_nothing_worse(saved: Saved) -> None:
     """Killed at any moment, the store is consistent and the next scrub mends what the first one did not."""
     flip(image_of(saved.site.store, "weights.npy"), 20_000)
