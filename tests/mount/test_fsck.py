@@ -114,6 +114,16 @@ def check(saved: Saved, *damages: str) -> None:
     saved.check()
 
 
+def test_damage_upon_damage_does_not_keep_a_store_from_opening(saved: Saved) -> None:
+    """An image without a row whose chunk list is garbled, too: the store opens, and the file comes from the remote."""
+    for damage in ("no image row", "garbled list"):
+        DAMAGES[damage](saved.site.store)
+    sql(saved.site.store, f"UPDATE manifest SET body = x'01' WHERE id = (SELECT manifest FROM inode WHERE ino = {INO})",
+        b"file-5")  # fmt: skip
+    assert fsck(saved.site, "--repair")["sound"]
+    saved.check()
+
+
 def test_what_the_remote_lost_is_put_again(saved: Saved) -> None:
     """Objects that the remote does not list any more are found without reading a byte, and made anew."""
     paths = [path for kind in ("packs", "manifests", "trees") for path in objects(saved.remote, kind)]

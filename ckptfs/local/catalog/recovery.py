@@ -6,6 +6,7 @@ import os
 import time
 
 from ckptfs.encoding.manifest import decode_content
+from ckptfs.errors import FormatError
 from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, ImageId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
 
@@ -75,8 +76,11 @@ class Recovery:
         whole = row[0] is None
         if row[0] is not None:
             located = set(self._db.execute("SELECT chunk, offset FROM location WHERE image = ?", (image,)))
-            content = decode_content(row[0])
-            whole = located >= {(each.id, at) for each, at in zip(content.chunks, content.offsets(), strict=True)}
+            try:
+                content = decode_content(row[0])
+                whole = located >= {(each.id, at) for each, at in zip(content.chunks, content.offsets(), strict=True)}
+            except FormatError:
+                pass  # damaged, too: what is located is all that is known to be right
         with self._catalog.transaction() as db:
             db.execute("INSERT INTO image (id, whole) VALUES (?, ?)", (image, int(whole)))
         return True
