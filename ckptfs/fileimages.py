@@ -21,6 +21,9 @@ from ckptfs.spans import SpanSet
 
 log = logging.getLogger(__name__)
 
+_KEPT_BYTES = 64 << 20
+"""Copying and flushing more before a file is emptied takes longer than a program expects of that: a second."""
+
 
 class FileImages:
     """Images of the files of one store."""
@@ -49,7 +52,8 @@ class FileImages:
     def start_over(self, ino: Inode) -> None:
         """Give a file that nobody has open, and that is about to be emptied, a new image.
 
-        So nothing of the old one is fetched, un-sealed or copied; it lives on while a cut needs it.
+        So nothing of the old one is fetched, un-sealed or copied; it lives on until the new one is flushed, and while
+        a cut needs it.
         """
         row = self._store.names.inode(ino)
         if not stat.S_ISREG(row.mode):
@@ -57,9 +61,11 @@ class FileImages:
         image = self._store.new_image()
         os.close(image.fd)
         self._store.sync.created(image.id)
-        contents = self._store.contents
+        contents, sync = self._store.contents, self._store.sync
+        is_durable = row.manifest is not None or (row.image is not None and sync.was_flushed(row.image))
         with self._store.catalog.transaction():
             contents.add_image(image.id, whole=True)
+            self._store.replaced.by_content(row, image.id, is_durable=is_durable)
             self._store.names.update_inode(ino, image=image.id, manifest=None, size=0)
             dropped = row.image is not None and not contents.image_is_needed(row.image)
             if dropped and row.image is not None:
@@ -69,8 +75,34 @@ class FileImages:
         if dropped and row.image is not None:
             self._store.sync.delete_later(row.image)
 
+    async def keep(self, ino: Inode, image: Image) -> None:
+        """Before a file that somebody has open is emptied in place: keep what it is until what comes is flushed.
+
+        Not of what is longer than `_KEPT_BYTES`, and not where the disk has no room for it.
+        """
+        row, sync = self._store.names.inode(ino), self._store.sync
+        if not sync.was_flushed(image.id) or image.id in self._store.replaced.images():
+            return
+        if not image.whole:
+            self._store.replaced.by_copy(row, None, image.id)  # what is missing here is elsewhere, with the rest
+        elif 0 < os.fstat(image.fd).st_size <= _KEPT_BYTES:
+            try:
+                copy = await self._copy(image)
+            except OSError as error:
+                log.warning("inode %d is emptied, and not kept until it is written anew: %s", ino, error)
+                return
+            self._store.replaced.by_copy(row, copy, image.id)
+
     async def rescue(self, image: Image) -> ImageId:
         """Copy what a cut still needs before *image* is written again; the copy, which may be unsealed."""
+        copy = await self._copy(image)
+        with self._store.catalog.transaction():
+            self._store.contents.copy_locations(image.id, copy)
+            self._store.contents.move_cuts_to_image(image.id, copy)
+        return copy
+
+    async def _copy(self, image: Image) -> ImageId:
+        """A durable copy of *image*, with a row. Raises OSError."""
         copy = self._store.images.create()
         self._store.sync.created(copy.id)
         try:
@@ -83,9 +115,6 @@ class FileImages:
             raise
         finally:
             os.close(copy.fd)
-        with self._store.catalog.transaction():
-            self._store.contents.copy_locations(image.id, copy.id)
-            self._store.contents.move_cuts_to_image(image.id, copy.id)
         return copy.id
 
     # Within

@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.errors import (
@@ -69,10 +69,12 @@ class FileSystem:
         self._pins: Counter[Inode] = Counter()
         self._unpurged: set[Inode] = set()
         self._changed_at = -1e9
-        self._naming = Naming(store, tombstones=tree is not None)
         self.saves = SaveTimes()
         self.files = OpenFiles(store, self._listener, source)
         self.files.on_freed = self.purge_if_gone
+        self._naming = Naming(store, tombstones=tree is not None, is_flushed=self.files.is_flushed)
+        store.sync.is_being_written = self.files.is_being_written
+        store.sync.on_flushed = self._flushed
 
     # Looking
 
@@ -217,8 +219,8 @@ class FileSystem:
         row = self._names.child(parent, name)
         if stat.S_ISDIR(row.mode):
             raise IsADirectory(f"{name!r} is a directory")
-        self._naming.remove(parent, name, row)
-        self.purge_if_gone(row.ino)
+        dropped = self._naming.remove(parent, name, row)
+        self.purge_if_gone(row.ino, *dropped)
         self._listener.entry_changed(parent, name)
 
     async def rmdir(self, parent: Inode, name: bytes) -> None:
@@ -260,9 +262,12 @@ class FileSystem:
             return  # two names of one file: rename does nothing
         if target is not None and flags != RENAME_EXCHANGE:
             self._naming.check_replaceable(source, target)
-        self._naming.move(parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE)
+        dropped = self._naming.move(
+            parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE
+        )
         if target is not None and flags != RENAME_EXCHANGE:
-            self.purge_if_gone(target.ino)
+            dropped.append(target.ino)
+        self.purge_if_gone(*dropped)
         self._listener.entry_changed(parent, name, renamed=parent == new_parent)
         self._listener.entry_changed(new_parent, new_name)
 
@@ -427,7 +432,24 @@ class FileSystem:
             row = self._names.inode(ino)
         except NameMissing:
             return None
-        return row if row.nlink == 0 else None
+        return row if row.nlink == 0 and not self.store.replaced.keeps(ino) else None
+
+    def _flushed(self, images: Collection[ImageId]) -> None:
+        """*images* are whole on the disk now: what they replaced is kept no longer."""
+        waiting = self.store.replaced.images()
+        done = {
+            image
+            for image in waiting
+            if image in images or self.files.is_flushed(image) or not self.store.contents.has_image(image)
+        }
+        if not done:
+            return
+        try:
+            dropped = self.store.replaced.flushed(done)
+        except OSError as error:  # a full disk; the next flush does it
+            log.warning("what %d flushed images replaced is kept for now: %s", len(done), error)
+            return
+        self.purge_if_gone(*dropped)
 
     def release_image(self, image: ImageId) -> None:
         """Drop *image* when no inode and no cut needs it."""
@@ -502,7 +524,7 @@ class FileSystem:
             raise InvalidArgument("only regular files have a size to set")
         file = await self.files.borrow(ino, emptied=size == 0)
         try:
-            await self.files.truncate(file, size, privileged=caller.uid == 0)
+            await self.files.truncate(file, size, privileged=caller.uid == 0, replaces=size == 0)
         finally:
             self.files.give_back(file)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import stat
 import time
+from collections.abc import Callable
 
 from ckptfs.attributes import Caller
 from ckptfs.errors import (
@@ -28,12 +29,16 @@ NAME_MAX = 255
 
 
 class Naming:
-    """Changes names of one store's tree; with *tombstones*, for other writers to see removals."""
+    """Changes names of one store's tree; with *tombstones*, for other writers to see removals.
 
-    def __init__(self, store: Store, *, tombstones: bool) -> None:
+    *is_flushed* tells whether an image is whole on the disk: what is renamed over by one that is not is kept.
+    """
+
+    def __init__(self, store: Store, *, tombstones: bool, is_flushed: Callable[[ImageId], bool]) -> None:
         self._store = store
         self._names = store.names
         self._tombstones = tombstones
+        self._is_flushed = is_flushed
 
     # Checks
 
@@ -126,10 +131,14 @@ class Naming:
         target: InodeRow | None,
         *,
         exchange: bool,
-    ) -> None:
-        """Let *new_name* mean *source* and *name* nothing, or with *exchange* what *new_name* meant."""
+    ) -> list[Inode]:
+        """Let *new_name* mean *source* and *name* nothing, or with *exchange* what *new_name* meant.
+
+        Returns inodes that were kept since they had been replaced, and are no longer.
+        """
         now_ns, stamp = time.time_ns(), self._store.clock.tick()
         with self._store.catalog.transaction():
+            dropped = self._replace(parent, name, new_parent, new_name, source, None if exchange else target)
             if target is not None and not exchange:
                 self._unbind(new_parent, new_name, target, now_ns)
             self._names.bind(new_parent, new_name, source.ino, stamp)
@@ -146,6 +155,19 @@ class Naming:
                     self._count_links(there, +1)
             self._names.touch_directory(parent, now_ns, stamp)
             self._names.touch_directory(new_parent, now_ns, stamp)
+        return dropped
+
+    def _replace(
+        self, parent: Inode, name: bytes, new_parent: Inode, new_name: bytes, source: InodeRow, target: InodeRow | None
+    ) -> list[Inode]:
+        """Keep what is renamed over until *source* was flushed, where it is not. Returns what is kept no longer."""
+        replaced = self._store.replaced
+        dropped = replaced.name_gone(parent, name)
+        image = source.image if source.manifest is None else None
+        if target is None or image is None or self._is_flushed(image):
+            return dropped + replaced.name_gone(new_parent, new_name)
+        is_durable = target.manifest is not None or target.image is None or self._store.sync.was_flushed(target.image)
+        return dropped + replaced.by_rename(new_parent, new_name, image, target.ino, is_durable=is_durable)
 
     def link(self, ino: Inode, parent: Inode, name: bytes) -> None:
         """Another name of *ino*."""
@@ -162,12 +184,14 @@ class Naming:
             self._names.state_changed(ino, stamp)
             self._names.touch_directory(parent, now_ns, stamp)
 
-    def remove(self, parent: Inode, name: bytes, row: InodeRow) -> None:
-        """*name*, which is *row*'s, goes."""
+    def remove(self, parent: Inode, name: bytes, row: InodeRow) -> list[Inode]:
+        """*name*, which is *row*'s, goes. Returns inodes that were kept, having been replaced, and are no longer."""
         now_ns, stamp = time.time_ns(), self._store.clock.tick()
         with self._store.catalog.transaction():
+            dropped = self._store.replaced.name_gone(parent, name)
             self._unbind(parent, name, row, now_ns)
             self._names.touch_directory(parent, now_ns, stamp)
+        return dropped
 
 
 def check_name(name: bytes) -> None:

@@ -104,6 +104,10 @@ class OpenFiles:
         file = self._by_image.get(image)
         return file is not None and file.in_use
 
+    def is_flushed(self, image: ImageId) -> bool:
+        """Whether *image* is finished, and whole on the disk."""
+        return self._store.sync.is_flushed(image) and not self.is_being_written(image)
+
     def sealed(self, image: ImageId, manifest: int) -> None:
         """*image* has a manifest now: whoever has it open must un-seal it before the next change."""
         file = self._by_image.get(image)
@@ -158,7 +162,7 @@ class OpenFiles:
             if not file.readers and not file.writers and file.backing is None and not file.lock.locked():
                 self._serve(file, writes=writes)
             if flags & os.O_TRUNC:  # with O_RDONLY too, as on Linux' own file systems
-                await self.truncate(file, 0, privileged=privileged)
+                await self.truncate(file, 0, privileged=privileged, replaces=True)
             elif writes and file.backing is not None:
                 await self._begin_change(file)  # the kernel will not tell when
                 self._written[file.image.id] += 1
@@ -309,9 +313,12 @@ class OpenFiles:
             self.drop_set_id(file.ino)
         return written
 
-    async def truncate(self, file: OpenFile, size: int, *, privileged: bool) -> None:
-        """Set the size; bytes that appear are zeros."""
+    async def truncate(self, file: OpenFile, size: int, *, privileged: bool, replaces: bool = False) -> None:
+        """Set the size; bytes that appear are zeros. *replaces*: it is emptied to be written anew."""
         async with file.lock:
+            if replaces:
+                self.check_poison(file)
+                await self._images.keep(file.ino, file.image)
             await self._unseal(file)
             os.truncate(self._store.images.file(file.image.id), size)
         self._changing(file)

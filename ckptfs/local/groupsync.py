@@ -3,6 +3,10 @@
 Who calls: the event loop. A request made while a round runs belongs to the next round. A round flushes the images
 concerned, then the images' directory entries once per new image, then the catalog's WAL, and then deletes the image
 files whose rows are now durably gone (invariant 2). The same round runs every few seconds unasked.
+
+Between the images and the WAL the loop is told which images are whole on the disk now: those that somebody asked for,
+and those that nobody was writing. What they replaced need not be kept any more (`catalog.replaced`), and that must be
+durable with the same round: who was told that a file is safe must not find the old one after a power cut.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import trio
@@ -29,8 +33,11 @@ _GATHER_S = 0.05
 @dataclass
 class _Round:
     images: set[ImageId] = field(default_factory=set)
+    asked: set[ImageId] = field(default_factory=set)
+    """Those of them that somebody waits for."""
     done: trio.Event = field(default_factory=trio.Event)
     failed: dict[ImageId, OSError] = field(default_factory=dict)
+    unopened: dict[ImageId, OSError] = field(default_factory=dict)
     error: OSError | None = None
 
 
@@ -52,24 +59,41 @@ class GroupSync:
         self._wanted, self._hurry = trio.Event(), trio.Event()
         self._unsynced_names: set[ImageId] = set()
         self._dirty: set[ImageId] = set()
+        self._unfinished: set[ImageId] = set()
+        self._never_flushed: set[ImageId] = set()
+        self._flushing: set[ImageId] = set()
         self._doomed: list[ImageId] = []
         self._synced_commits = -1
         self.poisoned: dict[ImageId, OSError] = {}
+        self.is_being_written: Callable[[ImageId], bool] = lambda image: False
+        self.on_flushed: Callable[[Collection[ImageId]], None] = lambda images: None
+        """Called with images that are whole on the disk; what it commits is durable with the round."""
+        self.on_poisoned: Callable[[ImageId], None] = lambda image: None
 
     def created(self, image: ImageId) -> None:
         """A new image file exists: its directory entry needs a sync."""
         self._unsynced_names.add(image)
-        self._dirty.add(image)
+        self._never_flushed.add(image)
+        self.wrote(image)
 
     def wrote(self, image: ImageId) -> None:
         """*image* has bytes that were not flushed."""
         self._dirty.add(image)
+        self._unfinished.add(image)
+
+    def is_flushed(self, image: ImageId) -> bool:
+        """Whether *image* is whole on the disk, as it is."""
+        return image not in self._unfinished and image not in self._flushing and image not in self.poisoned
+
+    def was_flushed(self, image: ImageId) -> bool:
+        """Whether *image* was whole on the disk before: written in place since, it still is a version to go back to."""
+        return image not in self._never_flushed and image not in self.poisoned
 
     def delete_later(self, image: ImageId) -> None:
         """Delete the file once the removal of its rows is durable."""
         self._doomed.append(image)
-        self._dirty.discard(image)
-        self._unsynced_names.discard(image)
+        for each in (self._dirty, self._unsynced_names, self._unfinished, self._never_flushed):
+            each.discard(image)
         self.poisoned.pop(image, None)
         self._wanted.set()
 
@@ -83,12 +107,14 @@ class GroupSync:
                 raise OSError(errno.EIO, f"an earlier flush of image {image:016x} failed: {self.poisoned[image]}")
         waiting = self._next
         waiting.images.update(images)
+        waiting.asked.update(images)
         self._wanted.set()
         self._hurry.set()
         await waiting.done.wait()
         for image in images:
-            if image in waiting.failed:
-                raise OSError(errno.EIO, f"flushing image {image:016x} failed: {waiting.failed[image]}")
+            error = waiting.failed.get(image) or waiting.unopened.get(image)
+            if error:
+                raise OSError(errno.EIO, f"flushing image {image:016x} failed: {error}")
         if waiting.error:
             raise OSError(errno.EIO, f"flushing the catalog failed: {waiting.error}")
 
@@ -107,27 +133,46 @@ class GroupSync:
             await self._serve()
 
     async def flush(self) -> None:
-        """One round over everything dirty, for a clean stop. Use when `run` is not running."""
+        """Rounds over everything dirty, for a clean stop. Use when `run` is not running."""
         self._next.images.update(self._dirty)
         await self._serve()
+        if self._doomed:  # what was replaced, and need not be kept any more
+            await self._serve()
 
     async def _serve(self) -> None:
         current, self._next = self._next, _Round()
         names, self._unsynced_names = self._unsynced_names, set()
         doomed, self._doomed = self._doomed, []
-        commits = self._catalog.commits
         self._dirty -= current.images
+        finished = current.asked | {image for image in current.images if not self.is_being_written(image)}
+        self._unfinished -= finished
+        self._flushing = finished
         try:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._flush, current, names, doomed, commits != self._synced_commits)
+                await trio.to_thread.run_sync(self._flush_images, current)
+                self._flushing = set()
+                self._dirty |= current.unopened.keys()
+                self._unfinished |= finished & current.unopened.keys()
+                for image, error in current.failed.items():
+                    self.poisoned[image] = error
+                    self.on_poisoned(image)
+                flushed = finished - current.failed.keys() - current.unopened.keys()
+                self._never_flushed -= flushed
+                self.on_flushed(flushed)
+                if self._catalog.in_doubt:
+                    self._begin_wal_anew()
+                commits = self._catalog.commits
+                await trio.to_thread.run_sync(
+                    self._flush_catalog, current, names, doomed, commits != self._synced_commits
+                )
             if current.error is None:
                 self._synced_commits = commits
                 self._forget(doomed)
             else:
                 self._doomed = doomed + self._doomed
                 self._unsynced_names |= names
-            self.poisoned.update(current.failed)
         finally:
+            self._flushing = set()
             current.done.set()
 
     def _forget(self, deleted: list[ImageId]) -> None:
@@ -137,13 +182,22 @@ class GroupSync:
         except OSError as error:  # a full disk; the next mount does it
             log.warning("the rows of %d deleted images stay for now: %s", len(deleted), error)
 
-    def _flush(self, current: _Round, names: set[ImageId], doomed: list[ImageId], catalog_changed: bool) -> None:
+    def _begin_wal_anew(self) -> None:
+        try:
+            self._catalog.begin_wal_anew()
+        except OSError as error:
+            log.error("the catalog's log, of which a flush failed, cannot be begun anew: %s", error)
+
+    def _flush_images(self, current: _Round) -> None:
         if len(current.images) > 1:
             begin_writing_out(map(self._images.file, current.images))
         for image in current.images:
             try:
                 fd = self._images.open(image)
             except FileNotFoundError:  # deleted since: nobody can miss its bytes
+                continue
+            except OSError as error:  # no descriptor left, say: nothing is known to be lost
+                current.unopened[image] = error
                 continue
             try:
                 os.fdatasync(fd)
@@ -152,6 +206,10 @@ class GroupSync:
                 current.failed[image] = error
             finally:
                 os.close(fd)
+
+    def _flush_catalog(
+        self, current: _Round, names: set[ImageId], doomed: list[ImageId], catalog_changed: bool
+    ) -> None:
         try:
             if names:
                 self._images.sync_directories(names)

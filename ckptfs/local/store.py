@@ -27,6 +27,7 @@ from ckptfs.local.catalog.catalog import SPARE_BYTES, Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.names import Names
 from ckptfs.local.catalog.recovery import Recovery
+from ckptfs.local.catalog.replaced import Replaced
 from ckptfs.local.groupsync import GroupSync
 from ckptfs.local.images import Image, Images
 
@@ -57,9 +58,11 @@ class Store:
         self.ballast.take()
         self.names = Names(self.catalog)
         self.contents = Contents(self.catalog)
+        self.replaced = Replaced(self.catalog, self.names, self.contents)
         self._recovery = Recovery(self.catalog)
         self.images = Images(path / "images")
         self.sync = GroupSync(self.catalog, self.images, self.contents.forget_images)
+        self.sync.on_poisoned = self._poisoned
         self.clock = Clock()
         self.writer = WriterId(b"")
 
@@ -72,12 +75,13 @@ class Store:
         if not path.is_dir():
             if not create:
                 raise StoreError(f"there is no store at {path}")
-            path.mkdir(parents=True, mode=0o700)
+            _make_durably(path)
         lock_fd = _lock(path)
         store = cls.__new__(cls)
         try:
             store.__init__(path, lock_fd)  # type: ignore[misc]
             store._recover()
+            sync_directory(path)  # what was made in it
         except BaseException:
             os.close(lock_fd)
             raise
@@ -126,10 +130,23 @@ class Store:
         self.ballast.close()
         os.close(self._lock_fd)
 
+    def _poisoned(self, image: ImageId) -> None:
+        try:
+            self.contents.poison(image)
+        except OSError as error:
+            log.error("that image %016x was not flushed is forgotten with the next stop: %s", image, error)
+
     def _recover(self) -> None:
         self._recovery.ensure_root()
         self.clock.see(self._recovery.newest_stamp())
         known = self._recovery.own_id()
+        boot = _boot()
+        power_cut = known is not None and (
+            self.catalog.get_setting("place") != self._place() or self.catalog.get_setting("boot") != boot
+        )
+        with self.catalog.transaction():
+            self._recover_replaced(power_cut)
+            self.catalog.set_setting("boot", boot)
         if known is None:
             self.new_writer()
         elif self.catalog.get_setting("place") != self._place():
@@ -139,11 +156,31 @@ class Store:
             self.writer = known
         with self.catalog.transaction():
             for ino in self.names.orphans():
+                if self.replaced.keeps(ino):
+                    continue
                 manifest = self.names.inode(ino).manifest
                 self.names.remove_inode(ino)
                 if manifest is not None:
                     self.contents.drop_unneeded_manifests([manifest])
         self._recover_images()
+
+    def _recover_replaced(self, power_cut: bool) -> None:
+        """Take back what replaced something and may not be on the disk: all of it when the power was cut.
+
+        After a kill, and what is here was written by this boot's kernel, everything is there but what could not be
+        flushed. It is flushed soon.
+        """
+        poisoned = self.contents.poisoned()
+        doubtful = None if power_cut else poisoned
+        for each in self.replaced.undo(doubtful, time.time_ns(), self.clock.tick()):
+            log.warning("%s is as it was before it was replaced: what replaced it had not been flushed when the machine"
+                        " stopped, and is kept in lost+found as %016x", os.fsdecode(each.path), each.image)  # fmt: skip
+            self._recovery.disown(each.image)
+        for image in self.contents.poisoned():
+            self.sync.poisoned[image] = OSError(errno.EIO, "a flush failed before the last stop")
+        if not power_cut:
+            for image in self.contents.unsealed_images():
+                self.sync.created(image)
 
     def _place(self) -> str:
         """Where this catalog is: a copy or a restored backup has another inode, device or machine."""
@@ -189,6 +226,32 @@ class Store:
             path.touch(0o600)
 
 
+def _boot() -> str:
+    """What is another one after each start of the machine, and with it after each power cut."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _make_durably(path: Path) -> None:
+    """Make a directory, and those above it, so that they survive a power cut."""
+    if path.is_dir():
+        return
+    _make_durably(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make what was made in *path* survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Replace *path* by *data* so that a power cut leaves the old or the new, whole."""
     temporary = path.with_name(path.name + ".tmp")
@@ -197,11 +260,7 @@ def replace_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_directory(path.parent)
 
 
 def _lock(path: Path) -> int:

@@ -59,6 +59,8 @@ class Catalog:
         self.path = path
         self._allocate = allocate
         self._crowded = 0
+        self.in_doubt = False
+        """Whether a flush of the WAL failed, so that some of it may not be on the disk."""
         try:
             self.db = sqlite3.connect(os.fspath(path), isolation_level=None, cached_statements=512)
             self.db.execute("PRAGMA journal_mode = WAL")
@@ -75,7 +77,7 @@ class Catalog:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
-        """All or nothing; a transaction inside another joins it. Raises OSError when the disk is full."""
+        """All or nothing; a transaction inside another joins it. Raises OSError when the disk refuses it."""
         return self._transaction
 
     @property
@@ -89,8 +91,29 @@ class Catalog:
         return self._transaction.commits
 
     def sync_wal(self) -> None:
-        """Make every commit so far survive a power cut. Safe to call from any thread."""
-        os.fdatasync(self._wal)
+        """Make every commit so far survive a power cut. Safe to call from any thread.
+
+        Raises OSError, from the first failure on until `begin_wal_anew` has succeeded: the kernel forgets that it could
+        not write a page, and the next flush would say that all is well.
+        """
+        if self.in_doubt:
+            raise OSError(errno.EIO, f"an earlier flush of the log of {self.path} failed")
+        try:
+            os.fdatasync(self._wal)
+        except OSError:
+            self.in_doubt = True
+            raise
+
+    def begin_wal_anew(self) -> None:
+        """After a failed `sync_wal`: move all of the WAL into the database and empty it. Raises OSError; blocks."""
+        try:
+            self.grow()
+            (busy, _, _) = self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.OperationalError as error:
+            raise disk_error(error, self.path) from error
+        if busy:
+            raise OSError(errno.EBUSY, "somebody reads it", os.fspath(self.path))
+        self.in_doubt = False
 
     def reserve(self, spare_bytes: int = SPARE_BYTES, *, keeping: float = LOG_LEAVES) -> bool:
         """Have at least *spare_bytes* allocated behind the end of the WAL; whether they are."""
@@ -133,7 +156,7 @@ class Catalog:
         try:
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         except sqlite3.OperationalError as error:
-            raise OSError(errno.ENOSPC if "is full" in str(error) else errno.EIO, str(error)) from error
+            raise disk_error(error, self.path) from error
         finally:
             db.close()
 
@@ -215,9 +238,25 @@ class _Transaction:
             self._roll_back(error)
 
     def _roll_back(self, error: BaseException) -> None:
-        """Undo; raises OSError when *error* says that the disk is full."""
+        """Undo; raises OSError when *error* is the disk's."""
         self.rollbacks += 1
         if self._db.in_transaction:  # SQLite rolls back by itself after some errors, and COMMIT can fail
             self._db.execute("ROLLBACK")
-        if isinstance(error, sqlite3.OperationalError) and "is full" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path)) from error
+        if isinstance(error, sqlite3.OperationalError):
+            raise disk_error(error, self._path) from error
+
+
+_DISK_ERRORS = (
+    ("is full", errno.ENOSPC),
+    ("disk I/O error", errno.EIO),
+    ("readonly", errno.EROFS),
+    ("unable to open", errno.EIO),
+)
+
+
+def disk_error(error: sqlite3.OperationalError, path: Path) -> OSError | sqlite3.OperationalError:
+    """*error* as the OSError that it was, where the disk is to blame."""
+    for words, number in _DISK_ERRORS:
+        if words in str(error):
+            return OSError(number, os.strerror(number), os.fspath(path))
+    return error

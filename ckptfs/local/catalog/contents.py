@@ -90,6 +90,14 @@ class Contents:
         with self._catalog.transaction() as db:
             db.executemany("DELETE FROM image WHERE id = ? AND whole = ?", [(image, _DROPPED) for image in images])
 
+    def poison(self, image: ImageId) -> None:
+        """A flush of *image* failed; this is remembered as long as it has a row."""
+        with self._catalog.transaction() as db:
+            db.execute("UPDATE image SET poisoned = 1 WHERE id = ?", (image,))
+
+    def poisoned(self) -> list[ImageId]:
+        return [ImageId(row[0]) for row in self._db.execute("SELECT id FROM image WHERE poisoned = 1")]
+
     # Manifests
 
     def add_manifest(

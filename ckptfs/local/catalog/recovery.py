@@ -84,3 +84,10 @@ class Recovery:
         with self._catalog.transaction() as db:
             db.execute("INSERT INTO image (id, whole) VALUES (?, ?)", (image, int(whole)))
         return True
+
+    def disown(self, image: ImageId) -> None:
+        """*image* is no file's any more, and its file goes to lost+found, as that of any without a row."""
+        with self._catalog.transaction() as db:
+            db.execute("DELETE FROM location WHERE image = ?", (image,))
+            db.execute("UPDATE inode SET image = NULL WHERE image = ?", (image,))
+            db.execute("DELETE FROM image WHERE id = ?", (image,))

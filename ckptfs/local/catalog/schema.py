@@ -162,13 +162,33 @@ CREATE TABLE removed_dir (file_id BLOB PRIMARY KEY) WITHOUT ROWID;
 """
 
 
-def _create(db: sqlite3.Connection) -> None:
-    for statement in _V1.split(";\n"):
-        if statement.strip():
-            db.execute(statement)
+_V2 = """
+-- What was replaced by an image that was not flushed yet; see local/catalog/replaced.py.
+CREATE TABLE replaced (
+    old    INTEGER NOT NULL,                 -- the inode that has, or had, the version that was replaced
+    image  INTEGER NOT NULL,                 -- of the new version
+    parent INTEGER,                          -- the name that was renamed over
+    name   BLOB                              --   (NULL: the file was emptied and is written anew)
+);
+CREATE INDEX replaced_old ON replaced (old);
+CREATE INDEX replaced_image ON replaced (image);
+CREATE INDEX replaced_name ON replaced (parent, name);
+
+-- 1: a flush of the image failed, and what is in it is in doubt for ever.
+ALTER TABLE image ADD COLUMN poisoned INTEGER NOT NULL DEFAULT 0;
+"""
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_create,)
+def _run(statements: str) -> Callable[[sqlite3.Connection], None]:
+    def migration(db: sqlite3.Connection) -> None:
+        for statement in statements.split(";\n"):
+            if statement.strip():
+                db.execute(statement)
+
+    return migration
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_run(_V1), _run(_V2))
 VERSION = len(MIGRATIONS)
 
 

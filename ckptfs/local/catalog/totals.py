@@ -82,8 +82,10 @@ class Totals:
         return self._db.execute("SELECT 1 FROM inode WHERE dirty = 2 LIMIT 1").fetchone() is not None
 
     def logical_bytes(self) -> int:
-        """Sizes of all sealed regular files."""
-        row = self._db.execute("SELECT CAST(total(size) AS INTEGER) FROM inode WHERE manifest IS NOT NULL").fetchone()
+        """Sizes of all sealed regular files that have a name."""
+        row = self._db.execute(
+            "SELECT CAST(total(size) AS INTEGER) FROM inode WHERE manifest IS NOT NULL AND nlink > 0"
+        ).fetchone()
         return int(row[0])
 
     def newest_directories(self, limit: int) -> list[tuple[Inode, int]]:
