@@ -21,6 +21,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,19 @@ import pyfuse3
 import pytest
 import trio
 
+from ckptfs.local.ballast import BALLAST_BYTES
+from ckptfs.local.store import sync_directory
 from tests.support.mounts import is_mounted, until
 
 ROOT = pyfuse3.ROOT_INODE
-DISK_BYTES = 4 << 30
+DISK_BYTES = 1 << 30
 CHANGES = ("create", "link", "unlink", "rename", "write", "truncate", "setattr")
 """Operations that a read-only disk refuses."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Makes requests fail. *operation* is one of `CHANGES`, 'fsync', 'fsyncdir', 'open', 'read', or 'change' for all."""
+    """Makes requests fail. *operation*: one of `CHANGES`, 'change' for each of these, fsync, fsyncdir, open or read."""
 
     operation: str
     names: str
@@ -83,6 +86,22 @@ class TestDisk:
             subprocess.run(["umount", "--lazy", str(self.top)], timeout=30, check=False)
         self._process.send_signal(signal.SIGKILL)  # whoever still waits for it gets ENOTCONN
         self._process.wait(30)
+
+    def store(self, tuning: Mapping[str, object]) -> Path:
+        """A directory on it for a store, which begins with *tuning*."""
+        store = self.directory("store")
+        (store / "settings.json").write_text(json.dumps({"tuning": dict(tuning)}))
+        ballast = store / "ballast"
+        ballast.touch(0o600)
+        os.truncate(ballast, BALLAST_BYTES)  # without fallocate it would be filled byte by byte
+        return store
+
+    def directory(self, name: str) -> Path:
+        """A directory that survives."""
+        made = self.top / name
+        made.mkdir(mode=0o700)
+        sync_directory(self.top)
+        return made
 
     def position(self) -> int:
         """How many bytes of changes were written down; what returned before is in them."""

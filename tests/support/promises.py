@@ -1,0 +1,258 @@
+"""What was promised of a tree when the power is cut, as a program that saves in it knows.
+
+A `Promises` makes the calls itself and notes each with the position of the disk's log before and after it
+(`tests.support.testdisk`). `check` then says whether a tree that was found after a cut at some position can be:
+
+- the names are those of one moment, not before the last one that an fsync, or the time that unasked flushes take, made
+  durable, and not after the cut;
+- a file has one of its versions since the last durable one. What a durable version was replaced by, renamed over it or
+  written into the emptied file, is there whole or not at all; a new file, or one that was changed in place, may have
+  any of the bytes that were written, and zeros where none are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+Names = dict[str, "File | None"]
+"""Path -> the file; None for a directory."""
+
+
+@dataclass
+class Version:
+    data: bytes
+    began: int
+    """Where the log was before the call that made it."""
+    first: int
+    """Index of the version with which its file was last emptied to be written anew; 0 if never."""
+    finished: bool = False
+    """Closed, or fsynced, as it is."""
+
+
+@dataclass(eq=False)
+class File:
+    versions: list[Version]
+    durable: list[tuple[int, int]] = field(default_factory=list)
+    """(position, version): who cuts the power from there on finds this or a later one."""
+
+    def latest(self, position: int) -> int:
+        return max(number for number, each in enumerate(self.versions) if each.began <= position or number == 0)
+
+    def promised(self, position: int) -> int:
+        return max((version for where, version in self.durable if where <= position), default=-1)
+
+
+@dataclass
+class _Moment:
+    began: int
+    names: Names
+    over: dict[str, list[tuple[int, File]]]
+    """Path -> the files that were renamed over there, and where the log was before that, the newest last."""
+
+
+class Promises:
+    """Saves below *root*. *position* tells where the disk's log is."""
+
+    def __init__(self, root: Path, position: Callable[[], int], unasked_s: float) -> None:
+        """*unasked_s* is how long a closed file waits at most until it is durable."""
+        self._root = root
+        self._position = position
+        self._unasked_s = unasked_s
+        self._moments = [_Moment(0, {}, {})]
+        self._durable: list[tuple[int, int]] = []
+        self.began = position()
+
+    # Calls
+
+    def write(self, path: str, data: bytes, *, fsync: bool = False, step: int = 30_000) -> None:
+        """Create, or empty and write anew."""
+        file = self._names.get(path)
+        began = self._position()
+        fd = os.open(self._root / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        if file is None:
+            file = File([Version(b"", began, 0)])
+            self._name(began, {path: file})
+        else:
+            file.versions.append(Version(b"", began, len(file.versions)))
+        self._fill(fd, file, data, step)
+        self._close(fd, file, fsync)
+
+    def append(self, path: str, data: bytes, *, fsync: bool = False) -> None:
+        fd = os.open(self._root / path, os.O_WRONLY | os.O_APPEND)
+        file = self._file(path)
+        self._fill(fd, file, data, 10_000)
+        self._close(fd, file, fsync)
+
+    def overwrite(self, path: str, offset: int, data: bytes, *, fsync: bool = False) -> None:
+        fd = os.open(self._root / path, os.O_RDWR)
+        file = self._file(path)
+        before, began = file.versions[-1], self._position()
+        os.pwrite(fd, data, offset)
+        whole = before.data[:offset] + data + before.data[offset + len(data) :]
+        file.versions.append(Version(whole, began, before.first))
+        self._close(fd, file, fsync)
+
+    def rename(self, old: str, new: str) -> None:
+        """Of a file, or of a directory with all that is in it."""
+        began = self._position()
+        os.rename(self._root / old, self._root / new)
+        names, moment = dict(self._names), self._moments[-1]
+        over = {path: files for path, files in moment.over.items() if path != old}
+        replaced = names.get(new)
+        if replaced is not None:
+            over[new] = [*over.get(new, ()), (began, replaced)]
+        for path in [each for each in names if each == old or each.startswith(f"{old}/")]:
+            names[new + path[len(old) :]] = names.pop(path)
+        self._moments.append(_Moment(began, names, over))
+
+    def make_directory(self, path: str) -> None:
+        began = self._position()
+        os.mkdir(self._root / path)
+        self._name(began, {path: None})
+
+    def remove(self, path: str) -> None:
+        """A file, or a directory with all that is in it, step by step."""
+        for each in sorted((p for p in self._names if p.startswith(f"{path}/")), reverse=True):
+            self.remove(each)
+        began = self._position()
+        (os.rmdir if self._names[path] is None else os.unlink)(self._root / path)
+        names, moment = dict(self._names), self._moments[-1]
+        del names[path]
+        self._moments.append(_Moment(began, names, {p: f for p, f in moment.over.items() if p != path}))
+
+    def fsync_directory(self, path: str = "") -> None:
+        moment = len(self._moments) - 1
+        fd = os.open(self._root / path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._durable.append((self._position(), moment))
+
+    def rest(self, sleep: Callable[[float], None]) -> None:
+        """So long that everything is durable unasked."""
+        sleep(self._unasked_s)
+        here = self._position()
+        self._durable.append((here, len(self._moments) - 1))
+        for file in {id(each): each for each in self._names.values() if each is not None}.values():
+            file.durable.append((here, len(file.versions) - 1))
+
+    def paths(self) -> list[str]:
+        return sorted(self._names)
+
+    def now(self) -> dict[str, bytes | None]:
+        """The tree as the program knows it."""
+        return {path: None if file is None else file.versions[-1].data for path, file in self._names.items()}
+
+    # Checking
+
+    def check(self, found: Mapping[str, bytes | None], position: int) -> list[str]:
+        """What is wrong with *found*, path -> bytes or None for a directory, after a cut at *position*."""
+        least = max((moment for where, moment in self._durable if where <= position), default=0)
+        possible = [each for each in self._moments[least:] if each.began <= position]
+        wrong = [f"no moment had these names: {sorted(found)}; the last had {sorted(possible[-1].names)}"]
+        for moment in possible:
+            if moment.names.keys() != found.keys():
+                continue
+            if any((moment.names[path] is None) != (data is None) for path, data in found.items()):
+                continue
+            wrong = [
+                f"{path} has {len(data)} bytes that it cannot have"
+                for path, data in found.items()
+                if data is not None and not self._may_be(moment, path, data, position)
+            ]
+            if not wrong:
+                break
+        return wrong
+
+    def _may_be(self, moment: _Moment, path: str, data: bytes, position: int) -> bool:
+        file = moment.names[path]
+        assert file is not None
+        under: list[File] = []
+        protected = False
+        for where, each in moment.over.get(path, ()):
+            under.append(each)
+            protected = protected or each.promised(where) >= 0
+        if _is_version(file, data, position, protected):
+            return True
+        # Versions that were replaced may come back as long as none of the later ones is durable.
+        while under and file.promised(position) < 0:
+            file = under.pop()
+            if _is_version(file, data, position, bool(under) and any(each.promised(position) >= 0 for each in under)):
+                return True
+        return False
+
+    # Within
+
+    @property
+    def _names(self) -> Names:
+        return self._moments[-1].names
+
+    def _file(self, path: str) -> File:
+        file = self._names[path]
+        assert file is not None
+        return file
+
+    def _name(self, began: int, new: Names) -> None:
+        moment = self._moments[-1]
+        over = {path: files for path, files in moment.over.items() if path not in new}
+        self._moments.append(_Moment(began, {**moment.names, **new}, over))
+
+    def _fill(self, fd: int, file: File, data: bytes, step: int) -> None:
+        for at in range(0, len(data), step):
+            before, began = file.versions[-1], self._position()
+            os.write(fd, data[at : at + step])
+            file.versions.append(Version(before.data + data[at : at + step], began, before.first))
+
+    def _close(self, fd: int, file: File, fsync: bool) -> None:
+        file.versions[-1].finished = True
+        if fsync:
+            moment = len(self._moments) - 1
+            os.fsync(fd)
+            here = self._position()
+            file.durable.append((here, len(file.versions) - 1))
+            self._durable.append((here, moment))
+        os.close(fd)
+
+
+def _is_version(file: File, data: bytes, position: int, protected: bool) -> bool:
+    """Whether *file* may have *data*. *protected*: it was renamed over something durable."""
+    promised, latest = file.promised(position), file.latest(position)
+    for number in range(max(promised, 0), latest + 1):
+        version = file.versions[number]
+        if version.data == data and (version.finished or number == promised):
+            return True
+        emptied = version.first > 0 and file.promised(file.versions[version.first].began) >= 0
+        whole = protected if version.first == 0 else emptied
+        # In place: from a version that was whole on, byte by byte; from nothing on, where nothing has to be whole.
+        for base in range(version.first, number + 1):
+            is_base = base == promised or (base > promised and file.versions[base].finished)
+            if is_base and base >= promised and _is_mixture(data, file.versions[base : number + 1], zeros=False):
+                return True
+        if not whole and promised < version.first and _is_mixture(data, file.versions[version.first : number + 1]):
+            return True
+        if not whole and promised < 0 and _is_mixture(data, file.versions[: number + 1]):
+            return True
+    return False
+
+
+def _is_mixture(data: bytes, versions: list[Version], *, zeros: bool = True) -> bool:
+    """Whether each byte is that of one of *versions*, or zero where it was not written yet."""
+    lengths = [len(each.data) for each in versions]
+    if not (min(lengths) if not zeros else 0) <= len(data) <= max(lengths):
+        return False
+    found = np.frombuffer(data, np.uint8)
+    known = np.zeros(len(data), bool)
+    if zeros:
+        known = found == 0
+    else:
+        known[min(lengths) :] = found[min(lengths) :] == 0  # a later block of what was added came, an earlier did not
+    for each in versions:
+        length = min(len(each.data), len(data))
+        known[:length] |= found[:length] == np.frombuffer(each.data[:length], np.uint8)
+    return bool(known.all())
