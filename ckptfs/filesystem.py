@@ -284,10 +284,7 @@ class FileSystem:
         if columns:
             columns["ctime_ns"] = time.time_ns()
             if change.mtime_ns is not None and row.manifest is None and row.image is not None:
-                os.utime(
-                    self.store.images.file(row.image),
-                    ns=(columns.get("atime_ns", row.atime_ns), columns["mtime_ns"]),
-                )
+                self.files.set_times(row, columns.get("atime_ns", row.atime_ns), columns["mtime_ns"])
             with self.store.catalog.transaction():
                 self._names.update_inode(ino, **columns)
                 self._names.state_changed(ino, self.store.clock.tick())

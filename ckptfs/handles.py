@@ -98,6 +98,8 @@ class OpenFile:
     """Somebody can write the image although no descriptor that we know of is open; see `ckptfs.held`."""
     seen: tuple[int, int] | None = None
     """Size and ctime of the image when it was last looked at, where writes do not come through us."""
+    flushed_as: tuple[int, int] | None = None
+    """The same when the image was last known to be on the disk, as it was then."""
     detached: bool = False
     """Its names belong to another inode, with other content, by now."""
     created_by: int | None = None

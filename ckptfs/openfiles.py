@@ -32,6 +32,7 @@ from ckptfs.fileimages import FileImages
 from ckptfs.handles import Backing, ByteSource, ChangeListener, Handle, OpenFile
 from ckptfs.held import HeldFiles, is_free
 from ckptfs.ids import ImageId, Inode
+from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
 
@@ -164,6 +165,8 @@ class OpenFiles:
             if flags & os.O_TRUNC:  # with O_RDONLY too, as on Linux' own file systems
                 await self.truncate(file, 0, privileged=privileged, replaces=True)
             elif writes and file.backing is not None:
+                if self.is_flushed(file.image.id):
+                    file.flushed_as = _look_of(file)
                 await self._begin_change(file)  # the kernel will not tell when
                 self._written[file.image.id] += 1
             self.check_poison(file)
@@ -262,8 +265,7 @@ class OpenFiles:
         """See which files were written without our being told."""
         for file in self._files.values():
             if file.unwatched and file.modified:
-                status = os.fstat(file.image.fd)
-                now = status.st_size, status.st_ctime_ns
+                now = _look_of(file)
                 if now != file.seen:
                     file.seen, file.lowest_write = now, 0
 
@@ -333,7 +335,18 @@ class OpenFiles:
         if file.manifest is not None and not file.modified:
             await self._store.sync.sync()
         else:
+            before = _look_of(file)
             await self._store.sync.sync(file.image.id)
+            file.flushed_as = before
+
+    def set_times(self, row: InodeRow, atime_ns: int, mtime_ns: int) -> None:
+        """Of an unsealed file: its image's are its own. The bytes stay as flushed as they were."""
+        assert row.image is not None
+        file = self._files.get(row.ino)
+        is_as_flushed = file is not None and file.flushed_as == _look_of(file)
+        os.utime(self._store.images.file(row.image), ns=(atime_ns, mtime_ns))
+        if file is not None and is_as_flushed:
+            file.flushed_as = _look_of(file)
 
     def check_poison(self, file: OpenFile) -> None:
         """Raises OSError (EIO) when a flush of the image failed before."""
@@ -476,7 +489,10 @@ class OpenFiles:
         if os.fstat(file.image.fd).st_size >= _SAVE_BYTES:
             self._saved_at = trio.current_time()
         if file.seen or file.backing is not None:
-            self._store.sync.wrote(file.image.id)
+            if file.flushed_as == _look_of(file):  # who fsynced must not find what was before, whatever we do not know
+                self._store.sync.may_have_been_written(file.image.id)
+            else:
+                self._store.sync.wrote(file.image.id)
         file.seen = None
         file.modified = file.new = False
         file.lowest_write = None
@@ -522,3 +538,9 @@ class OpenFiles:
                 self._finish_writing(file)
             if file.image.unrecorded and self._source is not None:
                 await self._source.record(file.image)
+
+
+def _look_of(file: OpenFile) -> tuple[int, int]:
+    """What changes with every write of the image."""
+    status = os.fstat(file.image.fd)
+    return status.st_size, status.st_ctime_ns

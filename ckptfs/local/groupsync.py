@@ -81,6 +81,10 @@ class GroupSync:
         self._dirty.add(image)
         self._unfinished.add(image)
 
+    def may_have_been_written(self, image: ImageId) -> None:
+        """*image* is as it was when it was flushed, as far as can be seen: it is flushed once more, unasked."""
+        self._dirty.add(image)
+
     def is_flushed(self, image: ImageId) -> bool:
         """Whether *image* is whole on the disk, as it is."""
         return image not in self._unfinished and image not in self._flushing and image not in self.poisoned

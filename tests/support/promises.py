@@ -93,7 +93,7 @@ class Promises:
         file = self._file(path)
         before, began = file.versions[-1], self._position()
         os.pwrite(fd, data, offset)
-        whole = before.data[:offset] + data + before.data[offset + len(data) :]
+        whole = before.data[:offset].ljust(offset, b"\0") + data + before.data[offset + len(data) :]
         file.versions.append(Version(whole, began, before.first))
         self._close(fd, file, fsync)
 
@@ -162,13 +162,27 @@ class Promises:
             if any((moment.names[path] is None) != (data is None) for path, data in found.items()):
                 continue
             wrong = [
-                f"{path} has {len(data)} bytes that it cannot have"
+                f"{path} has {len(data)} bytes that it cannot have; {self._history(moment, path, data)}"
                 for path, data in found.items()
                 if data is not None and not self._may_be(moment, path, data, position)
             ]
             if not wrong:
                 break
         return wrong
+
+    def _history(self, moment: _Moment, path: str, data: bytes) -> str:
+        told = []
+        for where, file in [*moment.over.get(path, ()), (0, moment.names[path])]:
+            assert file is not None
+            told.append(
+                f"renamed over at {where}, durable at {file.durable}, versions "
+                + ", ".join(
+                    f"{number}{'=' if each.data == data else ''}: {len(each.data)} bytes at {each.began}, "
+                    f"since {each.first}{' finished' if each.finished else ''}"
+                    for number, each in enumerate(file.versions)
+                )
+            )
+        return "\n  ".join(["what was there:", *told])
 
     def _may_be(self, moment: _Moment, path: str, data: bytes, position: int) -> bool:
         file = moment.names[path]
