@@ -29,6 +29,7 @@ from ckptfs.replica.publish import Progress
 from ckptfs.replica.replica import Replica
 from ckptfs.replica.seal import Sealer
 from ckptfs.siblings import Siblings
+from ckptfs.steady import steadily
 
 log = logging.getLogger(__name__)
 
@@ -103,14 +104,14 @@ class Engine:
         try:
             self.filesystem.files.presume_held()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._background.run)
-                nursery.start_soon(self.filesystem.files.held.run)
-                nursery.start_soon(self._store.sync.run, self._store.settings.tuning.sync_every_s)
-                nursery.start_soon(self._checkpoints)
-                nursery.start_soon(self.sealer.run)
+                nursery.start_soon(steadily, self._background.run)
+                nursery.start_soon(steadily, self.filesystem.files.held.run)
+                nursery.start_soon(steadily, self._store.sync.run, self._store.settings.tuning.sync_every_s)
+                nursery.start_soon(steadily, self._checkpoints)
+                nursery.start_soon(steadily, self.sealer.run)
                 if self.replica and self._siblings:
                     await nursery.start(self.replica.run)
-                    nursery.start_soon(self._siblings.run)
+                    nursery.start_soon(steadily, self._siblings.run)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):

@@ -39,6 +39,7 @@ class _Round:
     failed: dict[ImageId, OSError] = field(default_factory=dict)
     unopened: dict[ImageId, OSError] = field(default_factory=dict)
     error: OSError | None = None
+    undeleted: list[ImageId] = field(default_factory=list)
 
 
 class GroupSync:
@@ -63,6 +64,7 @@ class GroupSync:
         self._never_flushed: set[ImageId] = set()
         self._flushing: set[ImageId] = set()
         self._doomed: list[ImageId] = []
+        self._unforgotten: list[ImageId] = []
         self._synced_commits = -1
         self.poisoned: dict[ImageId, OSError] = {}
         self.is_being_written: Callable[[ImageId], bool] = lambda image: False
@@ -171,20 +173,31 @@ class GroupSync:
                 )
             if current.error is None:
                 self._synced_commits = commits
-                self._forget(doomed)
+                self._doomed = current.undeleted + self._doomed
+                self._forget([image for image in doomed if image not in current.undeleted])
             else:
                 self._doomed = doomed + self._doomed
                 self._unsynced_names |= names
+        except BaseException as error:  # nothing is known, and the next round does it all again
+            current.error = OSError(errno.EIO, f"a flush ended with {error!r}")
+            self._doomed = doomed + self._doomed
+            self._unsynced_names |= names
+            self._dirty |= current.images
+            self._unfinished |= finished
+            raise
         finally:
             self._flushing = set()
             current.done.set()
 
     def _forget(self, deleted: list[ImageId]) -> None:
+        self._unforgotten += deleted
         try:
-            if deleted:
-                self._deleted(deleted)
-        except OSError as error:  # a full disk; the next mount does it
-            log.warning("the rows of %d deleted images stay for now: %s", len(deleted), error)
+            if self._unforgotten:
+                self._deleted(self._unforgotten)
+        except OSError as error:  # a full disk; the next round does it, or the next mount
+            log.warning("the rows of %d deleted images stay for now: %s", len(self._unforgotten), error)
+        else:
+            self._unforgotten = []
 
     def _begin_wal_anew(self) -> None:
         try:
@@ -224,4 +237,8 @@ class GroupSync:
             current.error = error
             return
         for image in doomed:
-            self._images.delete(image)
+            try:
+                self._images.delete(image)
+            except OSError as error:  # tried again with the next round
+                log.warning("image %016x cannot be deleted: %s", image, error)
+                current.undeleted.append(image)

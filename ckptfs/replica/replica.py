@@ -34,6 +34,7 @@ from ckptfs.replica.publish import Progress, Publisher
 from ckptfs.replica.settle import Settler
 from ckptfs.replica.tombstones import TombstoneCollector
 from ckptfs.replica.verify import verify_packs
+from ckptfs.steady import steadily, steadily_started
 
 log = logging.getLogger(__name__)
 
@@ -132,16 +133,15 @@ class Replica:
         """Serve until cancelled. Started once what other writers did is merged, or the remote did not say in time."""
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(self.follower.run)
-                await nursery.start(self.hydrator.run)
+                await nursery.start(steadily_started, self.follower.run)
+                await nursery.start(steadily_started, self.hydrator.run)
                 await self.follower.catch_up(_CATCH_UP_S)
-                nursery.start_soon(self._record_fetched)
+                nursery.start_soon(steadily, self._record_fetched)
                 if not self.read_only:
-                    nursery.start_soon(self.settler.run)
-                    nursery.start_soon(self.publisher.run)
-                    nursery.start_soon(self.logs.run)
-                    nursery.start_soon(self.tombstones.run)
-                    nursery.start_soon(self.evictor.run)
+                    for task in (
+                        self.settler.run, self.publisher.run, self.logs.run, self.tombstones.run, self.evictor.run
+                    ):  # fmt: skip
+                        nursery.start_soon(steadily, task)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.ids", "ckptfs.errors"),
-    ("ckptfs.spans", "ckptfs.config", "ckptfs.scratch"),
+    ("ckptfs.spans", "ckptfs.config", "ckptfs.scratch", "ckptfs.steady"),
     ("ckptfs.encoding", "ckptfs.formats"),
     ("ckptfs.local", "ckptfs.remote"),
     ("ckptfs.background",),

@@ -1,0 +1,150 @@
+"""The store's disk fails: a program that saves is told, what was there before stays, and all heals when the fault ends.
+
+The faults are made by a disk under the store (`tests.support.testdisk`), so that the daemon, SQLite and, with
+passthrough, the kernel meet them where they do system calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.consistency import problems
+from tests.support.mounts import TINY, Site, until
+from tests.support.testdisk import Fault, TestDisk
+
+IMAGE, LOG, DATABASE = "[0-9a-f]{16}", r"catalog\.db-wal", r"catalog\.db"
+FOLDER = "[0-9a-f]{2}"
+PLACES = [
+    ("create", IMAGE),
+    ("write", IMAGE),
+    ("fsync", IMAGE),
+    ("unlink", IMAGE),
+    ("fsyncdir", FOLDER),
+    ("write", LOG),
+    ("fsync", LOG),
+    ("change", f"{DATABASE}|{LOG}|{IMAGE}"),
+    ("fsync", ".*"),
+]
+TUNING = {**TINY, "sync_every_s": 0.1}
+OLD = b"old" * 20_000
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[TestDisk]:
+    with TestDisk(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def site(tmp_path: Path, disk: TestDisk) -> Iterator[Site]:
+    with Site(tmp_path) as made:
+        made.store = disk.store(TUNING)
+        yield made
+
+
+class Program:
+    """Saves as a careful program does, and remembers what it was told."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.known = OLD
+        """What `model` must be."""
+        self.told: list[OSError] = []
+
+    def save(self, data: bytes) -> None:
+        """Write beside, fsync, close, rename over; gives up at the first error, as programs do."""
+        self.told = []
+        temporary = self.root / "model.tmp"
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                for at in range(0, len(data), 50_000):
+                    os.write(fd, data[at : at + 50_000])
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, self.root / "model")
+            self.known = data
+        except OSError as error:
+            self.told.append(error)
+
+    def check(self) -> None:
+        assert (self.root / "model").read_bytes() == self.known
+
+
+def begin(site: Site, *options: str) -> Program:
+    site.mount(*options)
+    (site.mountpoint / "model").write_bytes(OLD)
+    until(lambda: os.getxattr(site.mountpoint / "model", "user.ckptfs.state") == b"sealed", "the old version")
+    return Program(site.mountpoint)
+
+
+def heals(site: Site, program: Program, disk: TestDisk, what: str) -> None:
+    """The fault is over: saves work again, nothing is lost, and everything is sealed in the end."""
+    disk.heal()
+    deadline = time.monotonic() + 15
+    for attempt in itertools.count():
+        program.save(b"%d %s" % (attempt, what.encode()) * 2000)
+        if not program.told:
+            break
+        assert time.monotonic() < deadline, f"{what}: {program.told}"
+        time.sleep(0.1)
+    program.check()
+
+
+def fails_and_heals(site: Site, disk: TestDisk, program: Program, fault: Fault) -> int:
+    """Save while *fault* is there, twice; how many requests failed."""
+    for number in range(2):
+        disk.fail(fault)
+        program.save(os.urandom(120_000))
+        time.sleep(0.15)  # sealing, unasked flushes
+        failed = disk.failed()
+        with suppress(OSError):  # a name that cannot be looked up is told, and never a wrong answer
+            assert (site.mountpoint / "model").read_bytes() == program.known
+        assert site.daemon() is not None, site.log()
+        heals(site, program, disk, f"{fault} {number}")
+    return failed
+
+
+def ends_well(site: Site, program: Program) -> None:
+    """Unmounted and mounted again everything is as it was promised, and the store is consistent."""
+    with suppress(FileNotFoundError):
+        (site.mountpoint / "model.tmp").unlink()
+    until(lambda: site.status()["state"] == "sealed", "everything to be sealed", 20)
+    site.umount()
+    assert problems(site.store) == []
+    site.mount()
+    program.check()
+    site.umount()
+
+
+@pytest.mark.timeout(120)
+def test_case_16_a_failing_disk_is_told_and_survived(site: Site, disk: TestDisk) -> None:
+    """EIO, ENOSPC and EROFS wherever a save touches the disk: told, or done; and over when the fault is."""
+    program = begin(site)
+    for (operation, names), error in itertools.product(PLACES, (errno.EIO, errno.ENOSPC, errno.EROFS)):
+        if operation.startswith("fsync") and error != errno.EIO:
+            continue
+        fails_and_heals(site, disk, program, Fault(operation, names, error))
+    ends_well(site, program)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("passthrough", ["on", "off"])
+@pytest.mark.parametrize("operation", ["change", "fsync"])
+def test_case_16_each_single_failure(site: Site, disk: TestDisk, operation: str, passthrough: str) -> None:
+    """Every single request of a save, of its sealing and of the flushes behind it fails once, one after the other."""
+    program = begin(site, "--passthrough", passthrough)
+    names = f"{DATABASE}|{LOG}|{IMAGE}|{FOLDER}"
+    for number in range(60):
+        fails_and_heals(site, disk, program, Fault(operation, names, errno.EIO, after=number, times=1))
+    ends_well(site, program)
