@@ -120,7 +120,13 @@ class FileImages:
     # Within
 
     def _open(self, image_id: ImageId, content: Content | None) -> Image:
-        image = Image(image_id, self._store.images.open(image_id, writing=True))
+        try:
+            fd = self._store.images.open(image_id, writing=True)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            fd = self._store.images.open(image_id)  # the disk turned read-only: it can be read
+        image = Image(image_id, fd)
         if content is not None and not self._store.contents.image_is_whole(image_id):
             image.present = SpanSet(content.holes)
             for offset, length in self._store.contents.locations_in(image_id):

@@ -134,8 +134,8 @@ class Run:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def after(left: Path, promises: Promises, position: int) -> list[str]:
-    """Everything that is wrong with what is *left* on the disk."""
+def after(left: Path, promises: Promises, position: int, until: int | None = None) -> list[str]:
+    """Everything that is wrong with what is *left* on the disk; for the others see `Promises.check`."""
     wrong = unreachable(left / "remote")
     found: list[dict[str, bytes | None]] = []
 
@@ -162,7 +162,7 @@ def after(left: Path, promises: Promises, position: int) -> list[str]:
         patch.setattr(ckptfs.local.store, "_boot", lambda: "another")
         patch.setattr(Store, "_place", lambda self: self.catalog.get_setting("place"))
         trio.run(mount)
-    wrong += promises.check(found[0], position)
+    wrong += promises.check(found[0], position, until)
     if found[0] != found[1]:
         wrong.append("sealing or uploading changed what is there")
     wrong += [each for each in problems(left / "store") if "is in lost+found" not in each]

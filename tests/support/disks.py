@@ -1,4 +1,4 @@
-"""A small real disk: an ext4 file system in a file, mounted through a loop device, always unmounted again."""
+"""Small real disks: file systems in files, mounted through loop devices, always unmounted again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,7 @@ def small_disk(directory: Path, size_mib: int, *, journal: bool = False) -> Iter
         try:
             yield top
         finally:
-            if _run("umount", str(top), check=False).returncode:
-                _run("umount", "--lazy", str(top))
+            _unmount(top)
     finally:
         file.unlink()
 
@@ -63,3 +63,62 @@ def filled(top: Path, leaving: int = 0) -> Iterator[None]:
 
 def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=check)
+
+
+@dataclass(frozen=True)
+class ReflinkedDisk:
+    """An ext4 that lies as a file on an xfs, which can copy it at one instant."""
+
+    top: Path
+    _file: Path
+    _copies: Path
+
+    @contextmanager
+    def cut(self) -> Iterator[Path]:
+        """The mountpoint of what a power cut leaves of it now; writable, and gone afterwards."""
+        copy, top = self._file.with_name("copy.ext4"), self._copies
+        _run("cp", "--reflink=always", str(self._file), str(copy))
+        top.mkdir()
+        try:
+            _run("mount", "-o", "loop", str(copy), str(top))
+            try:
+                yield top
+            finally:
+                _run("umount", str(top))
+        finally:
+            top.rmdir()
+            copy.unlink()
+
+
+@contextmanager
+def reflinked_disk(directory: Path, size_mib: int) -> Iterator[ReflinkedDisk]:
+    """A disk of *size_mib* below *directory*; skips the test where it cannot be made."""
+    if os.geteuid() != 0 or shutil.which("mkfs.xfs") is None or shutil.which("mkfs.ext4") is None:
+        pytest.skip("loop-mounted disks take root, mkfs.ext4 and mkfs.xfs (apt-get install xfsprogs)")
+    outer, below, top = directory / "below.xfs", directory / "below", directory / "disk"
+    for each in (below, top):
+        each.mkdir()
+    with open(outer, "wb") as disk:
+        disk.truncate(2 * size_mib << 20)
+    with ExitStack() as undo:
+        undo.callback(outer.unlink)
+        _run("mkfs.xfs", "-q", "-m", "reflink=1", str(outer))
+        _mount(undo, outer, below)
+        inner = below / "disk.ext4"
+        with open(inner, "wb") as disk:
+            disk.truncate(size_mib << 20)
+        _run("mkfs.ext4", "-q", "-F", "-m", "0", str(inner))
+        _mount(undo, inner, top)
+        yield ReflinkedDisk(top, inner, directory / "copy")
+
+
+def _mount(undo: ExitStack, file: Path, top: Path) -> None:
+    done = _run("mount", "-o", "loop", str(file), str(top), check=False)
+    if done.returncode:
+        pytest.skip(f"a loop device cannot be mounted here: {done.stderr.strip()}")
+    undo.callback(_unmount, top)
+
+
+def _unmount(top: Path) -> None:
+    if _run("umount", str(top), check=False).returncode:
+        _run("umount", "--lazy", str(top))

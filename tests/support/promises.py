@@ -55,6 +55,12 @@ class _Moment:
     """Path -> the files that were renamed over there, and where the log was before that, the newest last."""
 
 
+@dataclass(frozen=True)
+class _Cut:
+    position: int
+    until: int
+
+
 class Promises:
     """Saves below *root*. *position* tells where the disk's log is."""
 
@@ -151,10 +157,14 @@ class Promises:
 
     # Checking
 
-    def check(self, found: Mapping[str, bytes | None], position: int) -> list[str]:
-        """What is wrong with *found*, path -> bytes or None for a directory, after a cut at *position*."""
+    def check(self, found: Mapping[str, bytes | None], position: int, until: int | None = None) -> list[str]:
+        """What is wrong with *found*, path -> bytes or None for a directory, after a cut at *position*.
+
+        With *until*, the cut was somewhere from *position* to there.
+        """
+        cut = _Cut(position, position if until is None else until)
         least = max((moment for where, moment in self._durable if where <= position), default=0)
-        possible = [each for each in self._moments[least:] if each.began <= position]
+        possible = [each for each in self._moments[least:] if each.began <= cut.until]
         wrong = [f"no moment had these names: {sorted(found)}; the last had {sorted(possible[-1].names)}"]
         for moment in possible:
             if moment.names.keys() != found.keys():
@@ -164,7 +174,7 @@ class Promises:
             wrong = [
                 f"{path} has {len(data)} bytes that it cannot have; {self._history(moment, path, data)}"
                 for path, data in found.items()
-                if data is not None and not self._may_be(moment, path, data, position)
+                if data is not None and not self._may_be(moment, path, data, cut)
             ]
             if not wrong:
                 break
@@ -184,7 +194,7 @@ class Promises:
             )
         return "\n  ".join(["what was there:", *told])
 
-    def _may_be(self, moment: _Moment, path: str, data: bytes, position: int) -> bool:
+    def _may_be(self, moment: _Moment, path: str, data: bytes, cut: _Cut) -> bool:
         file = moment.names[path]
         assert file is not None
         under: list[File] = []
@@ -192,12 +202,12 @@ class Promises:
         for where, each in moment.over.get(path, ()):
             under.append(each)
             protected = protected or each.promised(where) >= 0
-        if _is_version(file, data, position, protected):
+        if _is_version(file, data, cut, protected):
             return True
         # Versions that were replaced may come back as long as none of the later ones is durable.
-        while under and file.promised(position) < 0:
+        while under and file.promised(cut.position) < 0:
             file = under.pop()
-            if _is_version(file, data, position, bool(under) and any(each.promised(position) >= 0 for each in under)):
+            if _is_version(file, data, cut, any(each.promised(cut.position) >= 0 for each in under)):
                 return True
         return False
 
@@ -234,9 +244,9 @@ class Promises:
         os.close(fd)
 
 
-def _is_version(file: File, data: bytes, position: int, protected: bool) -> bool:
+def _is_version(file: File, data: bytes, cut: _Cut, protected: bool) -> bool:
     """Whether *file* may have *data*. *protected*: it was renamed over something durable."""
-    promised, latest = file.promised(position), file.latest(position)
+    promised, latest = file.promised(cut.position), file.latest(cut.until)
     for number in range(max(promised, 0), latest + 1):
         version = file.versions[number]
         if version.data == data and (version.finished or number == promised):
