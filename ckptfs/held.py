@@ -48,7 +48,8 @@ class HeldFiles:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._added.wait()
+            if not self._files:
+                await self._added.wait()
             pause_s = _FIRST_LOOK_S
             while self._files:
                 if self._added.is_set():
@@ -64,4 +65,9 @@ class HeldFiles:
                 continue
             del self._files[file.ino]
             file.held = False
-            self._freed(file)
+            try:
+                self._freed(file)
+            except Exception:  # it must not be forgotten
+                if file.modified:
+                    self.add(file)
+                raise

@@ -95,7 +95,14 @@ class ControlServer:
                 nursery.start_soon(self._serve, trio.SocketStream(connection))
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        async with stream, trio.open_nursery() as nursery:
+        async with stream:
+            try:
+                await self._converse(stream)
+            except Exception:  # one client's trouble; the mount lives on
+                log.exception("a control connection failed")
+
+    async def _converse(self, stream: trio.SocketStream) -> None:
+        async with trio.open_nursery() as nursery:
             request = await _receive(stream) if _trusted(stream.socket) else None
             if request is not None:
                 nursery.start_soon(_cancel_on_hangup, stream, nursery.cancel_scope)

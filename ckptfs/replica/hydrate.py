@@ -79,6 +79,7 @@ class Hydrator:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the fetches until cancelled."""
+        self._stop.clear()  # of an earlier run, which failed
         try:
             await self._flights.run(task_status=task_status)
         finally:

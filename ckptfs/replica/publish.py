@@ -206,6 +206,7 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish until cancelled."""
+        self._stopped.clear()  # of an earlier run, which failed
         try:
             await self._run()
         finally:

@@ -1,0 +1,210 @@
+"""An exception in a handler or background task costs that one request or round, and is logged; the mount goes on."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+import ckptfs
+from tests.support.injected import HANDLERS, INSIDE, TASKS
+from tests.support.mounts import TINY, Site, is_mounted, until
+
+NO_ANSWER = {"release", "releasedir"}
+"""The kernel has no use for what these answer."""
+
+
+class Injected:
+    """A mount whose daemon fails where it is asked to."""
+
+    def __init__(self, site: Site, directory: Path) -> None:
+        self.site = site
+        self.root = site.mountpoint
+        self._request = directory / "inject"
+
+    def ask(self, name: str) -> None:
+        self._request.write_text(name)
+
+    def asked(self) -> bool:
+        return self._request.exists()
+
+    def forget(self) -> None:
+        self._request.unlink(missing_ok=True)
+
+
+@contextmanager
+def injected(tmp_path: Path, passthrough: str) -> Iterator[Injected]:
+    with Site(tmp_path, tuning={**TINY, "sync_every_s": 0.1}) as site:
+        (tmp_path / "remote").mkdir()
+        command = [sys.executable, "-m", "tests.support.injected", "mount", str(site.mountpoint), "--foreground"]
+        command += ["--store", str(site.store), "--force", "--remote", f"file://{tmp_path}/remote"]
+        command += ["--passthrough", passthrough, "--settle", "50ms", "--lag", "100ms"]
+        daemon = subprocess.Popen(
+            command,
+            cwd=Path(__file__).parents[2],
+            env={**site.environment, "CKPTFS_INJECT": str(tmp_path / "inject")},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            until(lambda: is_mounted(site.mountpoint) and "mounted" in site.log(), "the mount")
+            yield Injected(site, tmp_path)
+        finally:
+            daemon.kill()
+            daemon.wait(30)
+
+
+def calls(root: Path) -> dict[str, Callable[[], object]]:
+    """For each handler something that leads to it, and can be done again."""
+    numbers = iter(range(10_000))
+
+    def new() -> Path:
+        return root / f"new-{next(numbers)}"
+
+    def made() -> Path:
+        path = new()
+        path.write_bytes(b"x" * 5000)
+        return path
+
+    def with_file(flags: int, call: Callable[[int], object]) -> Callable[[], object]:
+        def do() -> object:
+            path = made()
+            fd = os.open(path, flags)
+            try:
+                return call(fd)
+            finally:
+                os.close(fd)
+
+        return do
+
+    def directory_fsync() -> None:
+        fd = os.open(root, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def with_made(call: Callable[[Path], object]) -> Callable[[], object]:
+        return lambda: call(made())
+
+    def directory() -> Path:
+        path = new()
+        path.mkdir()
+        return path
+
+    def link() -> Path:
+        path = new()
+        path.symlink_to("there")
+        return path
+
+    return {
+        "lookup": lambda: new().exists(),
+        "getattr": lambda: [(time.sleep(0.15), os.stat(root))],  # the kernel keeps them for the lag
+        "setattr": with_made(lambda path: path.chmod(0o600)),
+        "mkdir": lambda: new().mkdir(),
+        "mknod": lambda: os.mkfifo(new()),
+        "symlink": lambda: new().symlink_to("there"),
+        "link": with_made(lambda path: os.link(path, new())),
+        "unlink": with_made(lambda path: path.unlink()),
+        "rmdir": lambda: directory().rmdir(),
+        "rename": with_made(lambda path: path.rename(new())),
+        "readlink": lambda: os.readlink(link()),
+        "getxattr": with_made(lambda path: os.getxattr(path, "user.ckptfs.state")),
+        "listxattr": with_made(lambda path: os.listxattr(path)),
+        "setxattr": with_made(lambda path: os.setxattr(path, "user.x", b"y")),
+        "removexattr": with_made(lambda path: (os.setxattr(path, "user.x", b"y"), os.removexattr(path, "user.x"))),
+        "statfs": lambda: os.statvfs(root),
+        "create": made,
+        "open": with_made(lambda path: path.read_bytes()),
+        "read": with_file(os.O_RDWR | os.O_DIRECT, lambda fd: os.pread(fd, 4096, 0)),
+        "write": with_file(os.O_WRONLY, lambda fd: os.pwrite(fd, b"z", 0)),
+        "flush": made,
+        "fsync": with_file(os.O_WRONLY, os.fsync),
+        "release": made,
+        "opendir": lambda: os.listdir(root),
+        "readdir": lambda: os.listdir(root),
+        "releasedir": lambda: os.listdir(root),
+        "fsyncdir": directory_fsync,
+    }
+
+
+@pytest.mark.timeout(120)
+def test_case_56_every_handler(tmp_path: Path) -> None:
+    """One call is EIO, is logged, and the next is as usual; a file that is open goes on."""
+    with injected(tmp_path, "off") as mount:
+        table = calls(mount.root)
+        assert sorted(table) == HANDLERS, "a handler that nothing here leads to"
+        with open(mount.root / "open", "w+b", buffering=0) as held:
+            for number, (name, call) in enumerate(table.items()):
+                mount.ask(name)
+                error: OSError | None = None
+                try:
+                    call()
+                except OSError as raised:
+                    error = raised
+                if name in NO_ANSWER:
+                    until(lambda: not mount.asked(), f"{name} to be reached")
+                    assert error is None
+                else:
+                    assert not mount.asked(), f"{name} was not reached"
+                    assert error is not None and error.errno == errno.EIO, f"{name}: {error}"
+                assert f"Injected: {name}" in mount.site.log(), name
+                call()
+                held.write(b"%d" % number)
+                assert os.pread(held.fileno(), 1000, 0).endswith(b"%d" % number), name
+        assert ckptfs.wait(mount.root / "open", "replicated", 30)
+
+
+def save(mount: Injected, name: str, data: bytes) -> None:
+    """As programs do: also through a map that outlives its descriptor, and with a question to the daemon."""
+    path = mount.root / name
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        mapped = mmap.mmap(fd, len(data))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    mount.site.run("status", str(mount.root))
+    mapped.close()
+    path.unlink()  # and the kernel forgets it
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "places", [pytest.param(TASKS, id="tasks"), pytest.param(INSIDE, id="inside", marks=pytest.mark.slow)]
+)
+def test_case_56_every_background_task(tmp_path: Path, places: tuple[str, ...]) -> None:
+    """It begins anew: what is saved then is sealed, replicated and durable as ever."""
+    with injected(tmp_path, "auto") as mount:
+        for number, name in enumerate(places):
+            mount.ask(name)
+            for _ in range(10):
+                with suppress(OSError, ckptfs.CkptfsError):  # whoever was waiting for it may be told
+                    save(mount, f"file-{number}", os.urandom(30_000))
+                if not mount.asked():
+                    break
+                time.sleep(0.2)
+            reached = not mount.asked()
+            mount.forget()
+            assert reached or name in NOT_REACHED, f"{name} was not reached"
+            assert not reached or f"Injected: {name}" in mount.site.log(), f"{name} is not in the log"
+            data = b"%d after" % number * 4000
+            (mount.root / f"after-{number}").write_bytes(data)
+            (mount.root / f"after-{number}").rename(mount.root / "latest")
+            assert ckptfs.wait(mount.root / "latest", "replicated", 30), f"after {name}"
+            assert (mount.root / "latest").read_bytes() == data
+        mount.site.umount()
+
+
+NOT_REACHED = {"ckptfs_mount.operations:Operations.content_changed"}
+"""Takes another machine that writes."""
