@@ -46,6 +46,26 @@ def test_everything_arrives(tmp_path: Path) -> None:
     assert not head.incomplete
 
 
+def test_a_file_without_a_name_is_closed(tmp_path: Path) -> None:
+    """Nothing changed with that, and what follows is published as usual."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote) as here:
+            fh = await here.open("a", os.O_WRONLY | os.O_CREAT)
+            await here.fs.files.write(fh, 0, b"a")
+            await here.unlink("a")
+            await here.publish()
+            await here.fs.release(fh)
+            await trio.sleep(0.3)  # settled
+            await here.write("b", b"b")
+            with trio.fail_after(20):
+                await here.publish()
+
+    run(test)
+    assert restore(tmp_path / "remote", tmp_path / "out") == {"b": b"b"}
+
+
 def test_second_publication_sends_only_what_changed(tmp_path: Path) -> None:
     """A second checkpoint that shares most bytes uploads only the rest, and the earlier head stays readable."""
     remote = DirectoryStore(str(tmp_path / "remote"))

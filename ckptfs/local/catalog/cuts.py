@@ -126,8 +126,11 @@ class Cuts:
                 (taken_ns, stamp, int(incomplete), _encode_vector(vector)),
             ).lastrowid
             assert cut is not None
+            held = set(held) - {ROOT_INODE}
             copier = CutCopier(cut, db, unfinished, held, status, provisional)
             directories = self._with_ancestors(wanted, held)
+            if not any(directories.values()):
+                directories[ROOT_INODE] = True  # every head has a root
             left = self._copy(copier, directories)
             kept = copier.outdated | {ino for ino in left if ino not in copier.copied}
             db.executemany("UPDATE inode SET dirty = ? WHERE ino = ?", [(CLEAN, ino) for ino in copier.copied - kept])
