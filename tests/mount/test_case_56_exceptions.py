@@ -167,9 +167,9 @@ def test_case_56_every_handler(tmp_path: Path) -> None:
 def save(mount: Injected, name: str, data: bytes) -> None:
     """As programs do: also through a map that outlives its descriptor, and with a question to the daemon."""
     path = mount.root / name
-    path.write_bytes(data)
-    fd = os.open(path, os.O_RDWR)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
+        os.write(fd, data)
         mapped = mmap.mmap(fd, len(data))
         os.fsync(fd)
     finally:
@@ -188,7 +188,7 @@ def test_case_56_every_background_task(tmp_path: Path, places: tuple[str, ...]) 
     with injected(tmp_path, "auto") as mount:
         for number, name in enumerate(places):
             mount.ask(name)
-            for _ in range(10):
+            for _ in range(40):
                 with suppress(OSError, ckptfs.CkptfsError):  # whoever was waiting for it may be told
                     save(mount, f"file-{number}", os.urandom(30_000))
                 if not mount.asked():
