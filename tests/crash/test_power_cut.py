@@ -37,7 +37,7 @@ from tests.support.testdisk import TestDisk
 SYNC_EVERY_S = 0.2
 UNASKED_S = 1.0
 TUNING = {**TINY, "sync_every_s": SYNC_EVERY_S}
-QUICK_CUTS = 40
+QUICK_CUTS = 30
 LOW_BYTES = 40 << 20
 """Free on the disk while files are to be evicted."""
 
@@ -201,8 +201,8 @@ async def read_tree(filesystem: FileSystem) -> dict[str, bytes | None]:
 
 @pytest.mark.timeout(120)
 def test_what_was_promised_survives_power_cuts(tmp_path: Path, disk: TestDisk) -> None:
-    """At 40 moments of a series of saves: nothing that was durable is lost, and nothing is torn that was replaced."""
-    Run(tmp_path, disk, 1, 30).cut(tmp_path, disk.log, QUICK_CUTS)
+    """At 30 moments of a series of saves: nothing that was durable is lost, and nothing is torn that was replaced."""
+    Run(tmp_path, disk, 1, 25).cut(tmp_path, disk.log, QUICK_CUTS)
 
 
 @pytest.mark.slow

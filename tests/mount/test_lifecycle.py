@@ -106,7 +106,7 @@ def test_an_unreachable_or_forbidding_remote_is_told_before_mounting(site: Site,
     site.umount()
 
 
-def test_mounting_again_over_a_killed_daemon_cleans_up_and_has_everything(site: Site) -> None:
+def test_case_058_mounting_again_over_a_killed_daemon_cleans_up_and_has_everything(site: Site) -> None:
     """After SIGKILL the mount is dead; the same command cleans it and every closed file is there."""
     site.mount()
     (site.mountpoint / "saved").write_bytes(b"x" * 100_000)

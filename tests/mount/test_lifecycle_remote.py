@@ -59,7 +59,7 @@ def test_umount_waits_and_everything_is_on_the_remote(far: Site, bucket: Bucket)
     assert far.run("ls", bucket.url).status == 1
 
 
-def test_leaving_without_uploads_is_told_and_resumed(far: Site, network: FaultProxy, bucket: Bucket) -> None:
+def test_case_021_leaving_without_uploads_is_told_and_resumed(far: Site, network: FaultProxy, bucket: Bucket) -> None:
     """With the network dead, umount --no-wait returns soon with status 3 and what is pending; then nothing is lost."""
     url = f"{bucket.url}/run"
     far.mount("--remote", url)
@@ -113,7 +113,9 @@ def test_sigterm_uploads_what_was_saved_after_it(far: Site, bucket: Bucket) -> N
     assert listed(far, url) == {"last": 100_000}
 
 
-def test_sigterm_without_a_network_says_what_is_not_safe(far: Site, network: FaultProxy, bucket: Bucket) -> None:
+def test_case_021_sigterm_without_a_network_says_what_is_not_safe(
+    far: Site, network: FaultProxy, bucket: Bucket
+) -> None:
     """The daemon ends at stop_timeout all the same, the log says what is only here, the store is clean."""
     far.mount("--remote", f"{bucket.url}/run", "--stop-timeout", "2s")
     network.faults = BLACK_HOLE
@@ -170,7 +172,7 @@ def test_publish_makes_it_visible_to_another_mount(far: Site, bucket: Bucket, tm
     far.umount()
 
 
-def test_unmounting_by_other_means_uploads_what_was_just_closed(far: Site, bucket: Bucket) -> None:
+def test_case_021_unmounting_by_other_means_uploads_what_was_just_closed(far: Site, bucket: Bucket) -> None:
     """Closed and at once unmounted with fusermount3: the daemon goes on uploading, then ends."""
     url = f"{bucket.url}/run"
     far.mount("--remote", url)

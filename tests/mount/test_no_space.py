@@ -49,7 +49,7 @@ def ballast(site: Site) -> int:
     return (site.store / "ballast").stat().st_size
 
 
-def test_deleting_renaming_and_pointers_work(local: Site, disk: Path) -> None:
+def test_case_018_deleting_renaming_and_pointers_work(local: Site, disk: Path) -> None:
     """And a large write is ENOSPC, which leaves the version before as it was; room that came back is used again."""
     top = local.mountpoint
     with filled(disk):

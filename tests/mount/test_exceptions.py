@@ -138,7 +138,7 @@ def calls(root: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.timeout(120)
-def test_case_56_every_handler(tmp_path: Path) -> None:
+def test_case_056_every_handler(tmp_path: Path) -> None:
     """One call is EIO, is logged, and the next is as usual; a file that is open goes on."""
     with injected(tmp_path, "off") as mount:
         table = calls(mount.root)
@@ -183,7 +183,7 @@ def save(mount: Injected, name: str, data: bytes) -> None:
 @pytest.mark.parametrize(
     "places", [pytest.param(TASKS, id="tasks"), pytest.param(INSIDE, id="inside", marks=pytest.mark.slow)]
 )
-def test_case_56_every_background_task(tmp_path: Path, places: tuple[str, ...]) -> None:
+def test_case_056_every_background_task(tmp_path: Path, places: tuple[str, ...]) -> None:
     """It begins anew: what is saved then is sealed, replicated and durable as ever."""
     with injected(tmp_path, "auto") as mount:
         for number, name in enumerate(places):
