@@ -162,7 +162,7 @@ class GroupSync:
                 for image, error in current.failed.items():
                     self.poisoned[image] = error
                     self.on_poisoned(image)
-                flushed = finished - current.failed.keys() - current.unopened.keys()
+                flushed = finished - self.poisoned.keys() - current.unopened.keys()
                 self._never_flushed -= flushed
                 self.on_flushed(flushed)
                 if self._catalog.in_doubt:

@@ -66,8 +66,9 @@ class Program:
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
-                for at in range(0, len(data), 50_000):
-                    os.write(fd, data[at : at + 50_000])
+                written = 0
+                while written < len(data):  # a write that fails halfway is short
+                    written += os.write(fd, data[written : written + 50_000])
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -135,6 +136,48 @@ def test_case_016_a_failing_disk_is_told_and_survived(site: Site, disk: TestDisk
         failed = fails_and_heals(site, disk, program, Fault(operation, names, error))
         assert failed, f"no {operation} of {names} was made to fail"
     ends_well(site, program)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ["umount", "kill"])
+def test_a_failed_flush_is_never_forgotten(site: Site, disk: TestDisk, end: str) -> None:
+    """Every later fsync and close fails, also when the disk works again; so does opening, also after a restart.
+
+    It is never sealed. What the file had been before it was written anew comes back with the next mount.
+    """
+    program = begin(site)
+    names = ("model", "fresh")
+    disk.fail(Fault("fsync", IMAGE, errno.EIO))
+    fds = [os.open(site.mountpoint / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) for name in names]
+    for fd in fds:
+        os.write(fd, b"new" * 10_000)
+        with pytest.raises(OSError):
+            os.fsync(fd)
+    disk.heal()
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fsync(fd)
+        with pytest.raises(OSError):
+            os.close(fd)
+    for name in names:
+        with pytest.raises(OSError) as told:
+            (site.mountpoint / name).read_bytes()
+        assert told.value.errno == errno.EIO
+    time.sleep(0.5)
+    assert site.status()["state"] == "closed"
+    if end == "umount":
+        site.umount()
+    else:
+        site.kill()
+    site.mount()
+    program.check()
+    with pytest.raises(OSError):
+        (site.mountpoint / "fresh").read_bytes()
+    (site.mountpoint / "fresh").write_bytes(b"again")
+    assert (site.mountpoint / "fresh").read_bytes() == b"again"
+    until(lambda: site.status()["state"] == "sealed", "everything to be sealed")
+    site.umount()
+    assert [each for each in problems(site.store) if "is in lost+found" not in each] == []
 
 
 @pytest.mark.slow
