@@ -148,8 +148,13 @@ class Sealer:
             await self._store.sync.sync(*contents)  # also flushes the images' names
         except OSError as error:
             poisoned = contents.keys() & self._store.sync.poisoned.keys()
-            log.error("%d images could not be sealed: %s", len(poisoned or contents), error)
-            failed |= poisoned or contents.keys()  # none poisoned: it was the catalog that could not be flushed
+            if not poisoned:  # it was the catalog that could not be flushed: they are tried again
+                raise
+            log.error("%d images could not be sealed: %s", len(poisoned), error)
+            failed |= poisoned
+            for image in contents.keys() - poisoned:  # whether these were flushed was not told
+                self.submit(image)
+            contents = {}
         for image in failed:
             self.on_failed(image)
         hashed = [image for image in contents if image not in failed]
