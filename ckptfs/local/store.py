@@ -162,6 +162,8 @@ class Store:
                 self.names.remove_inode(ino)
                 if manifest is not None:
                     self.contents.drop_unneeded_manifests([manifest])
+        if power_cut:
+            self._recovery.forget_unneeded_manifests()
         self._recover_images()
 
     def _recover_replaced(self, power_cut: bool) -> None:

@@ -85,6 +85,14 @@ class Recovery:
             db.execute("INSERT INTO image (id, whole) VALUES (?, ?)", (image, int(whole)))
         return True
 
+    def forget_unneeded_manifests(self) -> None:
+        """Those that a power cut left between the end of what needed them and their own: two transactions."""
+        with self._catalog.transaction() as db:
+            db.execute(
+                "DELETE FROM manifest WHERE NOT EXISTS (SELECT 1 FROM inode WHERE inode.manifest = manifest.id)"
+                " AND NOT EXISTS (SELECT 1 FROM cut_entry WHERE cut_entry.manifest = manifest.id)"
+            )
+
     def disown(self, image: ImageId) -> None:
         """*image* is no file's any more, and its file goes to lost+found, as that of any without a row."""
         with self._catalog.transaction() as db:
