@@ -24,7 +24,7 @@ from ckptfs.remote.base import ObjectStore
 
 log = logging.getLogger(__name__)
 
-Raw = bytes | bytearray
+Raw = bytes | bytearray | memoryview
 
 
 class Copies:

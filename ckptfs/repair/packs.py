@@ -18,7 +18,7 @@ from ckptfs.errors import FormatError
 from ckptfs.ids import ObjectId, digest
 from ckptfs.replica.verify import check_pack
 
-FindRaw = Callable[[PackedChunk], Awaitable[bytes | bytearray | None]]
+FindRaw = Callable[[PackedChunk], Awaitable[bytes | bytearray | memoryview | None]]
 
 
 @dataclass(frozen=True)

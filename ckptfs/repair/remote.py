@@ -31,7 +31,7 @@ from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
 from ckptfs.repair import packs as pack_repair
 from ckptfs.repair import trees
-from ckptfs.repair.copies import Copies
+from ckptfs.repair.copies import Copies, Raw
 from ckptfs.repair.findings import LOST, REPAIRED, Finding, Report
 from ckptfs.repair.pace import Pace
 from ckptfs.replica.hydrate import Hydrator
@@ -133,7 +133,7 @@ class RemoteScrub:
             data = None
         return data, await trio.to_thread.run_sync(pack_repair.examine, name, data, known)
 
-    async def _raw(self, name: ObjectId, chunk: PackedChunk) -> bytes | bytearray | None:
+    async def _raw(self, name: ObjectId, chunk: PackedChunk) -> Raw | None:
         return await self._copies.find(chunk.id, chunk.raw_length, but_pack=name)
 
     async def _cannot_rebuild(
