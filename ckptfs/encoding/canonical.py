@@ -29,7 +29,7 @@ _MOST_RATIO = 1 << 15
 
 
 _LARGE = 1 << 20
-_CONTAINERS_MOST, _VALUES_MOST = 4 << 20, 64 << 20
+_CONTAINERS_MOST, _VALUES_MOST = 4 << 20, 32 << 20
 """In one object. A manifest of 2.5 million chunks has 20 million values in a dozen arrays; 256 MiB of "{}," would be
 90 million objects, and take 6 GB."""
 
