@@ -3,13 +3,14 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup system frameworks test test-slow test-daemon-served check demo clean
+.PHONY: help setup system frameworks test test-slow test-daemon-served exercise check demo clean
 
 help:
 	@echo "make setup       system packages (when root or sudo) and a virtual environment in $(VENV)"
 	@echo "make test        setup, then every test that takes seconds"
 	@echo "make test-slow   setup, then those that take minutes"
 	@echo "make test-daemon-served   every quick test without passthrough"
+	@echo "make exercise S=7200   random operations on mounts, for so many seconds each (the default is an hour)"
 	@echo "make check       ruff and mypy"
 	@echo "make frameworks  PyTorch for the framework tests, which are skipped without it"
 	@echo "make demo        setup, then a tour: save, vanish, resume"
@@ -43,6 +44,12 @@ test-slow: setup
 
 test-daemon-served: setup
 	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest -m 'not slow'
+
+# Random operations, each kind of test for $(S) seconds, with passthrough and without.
+S ?= 3600
+exercise: setup
+	for mode in auto off; do CKPTFS_EXERCISE_S=$(S) CKPTFS_PASSTHROUGH=$$mode $(BIN)/python -m pytest -m slow \
+	    tests/posix/test_random_operations.py tests/posix/test_data_exerciser.py || exit 1; done
 
 check: setup $(VENV)/.dev-installed
 	$(BIN)/ruff check .

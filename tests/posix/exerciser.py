@@ -1,0 +1,346 @@
+"""One file and a copy of its bytes in memory: random changes and reads of it, after each of which they must agree.
+
+In the spirit of fsx: reads, writes, appends, stores and loads through maps, truncation, holes, fsync and reopening, and
+with them what only this file system does: sealing, remounting, a killed daemon, and eviction, after which the bytes
+come back from the remote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import random
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import ckptfs
+from tests.support.disks import filled
+from tests.support.mounts import Site, until
+
+LARGEST = 200_000
+"""Bytes of the file: with tiny tuning, about fifty chunks."""
+_FLAGS = (os.O_RDWR, os.O_RDWR, os.O_RDWR | os.O_APPEND, os.O_RDWR | os.O_DSYNC)
+_KEEP, _PUNCH, _ZERO = 1, 2, 16
+_PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+class Exerciser:
+    """See the module. *disk* is what the store lies on, filled up in order to evict."""
+
+    def __init__(self, site: Site, disk: Path, options: tuple[str, ...], seed: int) -> None:
+        self._site, self._disk, self._options = site, disk, options
+        self._random = random.Random(seed)
+        self._path = site.mountpoint / "file"
+        self._path.touch()
+        self._shadow = bytearray()
+        self._fds: list[int] = []
+        self._map: mmap.mmap | None = None
+        self._history = [f"seed {seed}"]
+        self.performed: dict[str, int] = {}
+
+    def perform(self, kinds: tuple[Callable[[Exerciser], None], ...]) -> None:
+        """One of *kinds*; AssertionError with what was done last when a byte is not what it should be."""
+        kind = self._random.choice(kinds)
+        self._history.append(kind.__name__)
+        kind(self)
+        self.performed[kind.__name__] = self.performed.get(kind.__name__, 0) + 1
+        size = os.stat(self._path).st_size
+        assert size == len(self._shadow), f"{size} bytes instead of {len(self._shadow)}, {self._told()}"
+
+    def compare(self) -> None:
+        """The whole file, read anew and by the descriptor that is open."""
+        self._same(self._path.read_bytes(), 0, len(self._shadow))
+
+    def let_go(self) -> None:
+        """Nothing is open or mapped."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        while self._fds:
+            try:
+                os.close(self._fds.pop())
+            except OSError as error:  # of a killed daemon
+                if error.errno != errno.ENOTCONN:
+                    raise
+
+    # Bytes
+
+    def read(self) -> None:
+        start, end = self._span(len(self._shadow) + 5000)
+        self._same(os.pread(self._fd(), end - start, start), start, end)
+
+    def write(self) -> None:
+        start, end = self._span(LARGEST)
+        data = self._data(end - start)
+        self._append_or_put(data, start)
+
+    def small_write(self) -> None:
+        start = self._random.randrange(LARGEST - 100)
+        self._append_or_put(self._data(self._random.randrange(100)), start)
+
+    def truncate(self) -> None:
+        size = self._random.choice((0, self._random.randrange(LARGEST), len(self._shadow) // 2, len(self._shadow) + 7))
+        if self._random.randrange(2):
+            os.truncate(self._path, min(size, LARGEST))
+        else:
+            os.ftruncate(self._fd(), min(size, LARGEST))
+        self._resize(min(size, LARGEST))
+
+    def punch(self) -> None:
+        start, end = self._span(max(len(self._shadow), 1))
+        self._allocate(_PUNCH | _KEEP, start, end)
+
+    def zero(self) -> None:
+        start, end = self._span(LARGEST)
+        if self._allocate(_ZERO, start, end) and end > len(self._shadow):
+            self._resize(end)
+
+    def rewrite(self) -> None:
+        """As programs save again: O_TRUNC and all bytes, while others keep their descriptors."""
+        self._shadow[:] = self._data(self._random.randrange(LARGEST))
+        with open(self._path, "wb") as file:
+            file.write(self._shadow)
+
+    def replace(self) -> None:
+        """As careful programs save: who has the old one open is let go first, its bytes are another file's then."""
+        self.let_go()
+        self._shadow[:] = self._data(self._random.randrange(LARGEST))
+        temporary = self._path.with_name("temporary")
+        temporary.write_bytes(self._shadow)
+        os.replace(temporary, self._path)
+
+    def copy_within(self) -> None:
+        start, end = self._span(len(self._shadow))
+        target = self._random.randrange(LARGEST)
+        length = min(end - start, LARGEST - target, abs(target - start))  # one may not run into the other
+        fd, data = self._fd(appending=False), bytes(self._shadow[start : start + length])
+        done = 0
+        while done < len(data):
+            done += os.copy_file_range(fd, fd, len(data) - done, start + done, target + done)
+        self._put(data, target)
+
+    # Maps
+
+    def map(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._shadow:
+            self._map = mmap.mmap(self._fd(appending=False), 0)
+
+    def store(self) -> None:
+        start, end = self._mapped()
+        data = self._data(end - start)
+        if self._map is not None and data:
+            self._map[start:end] = data
+            self._put(data, start)
+
+    def load(self) -> None:
+        start, end = self._mapped()
+        if self._map is not None:
+            self._same(self._map[start:end], start, end)
+
+    def msync(self) -> None:
+        if self._map is not None:
+            self._map.flush()
+
+    # Descriptors
+
+    def reopen(self) -> None:
+        if self._fds:
+            os.close(self._fds.pop(self._random.randrange(len(self._fds))))
+        self._open()
+
+    def another(self) -> None:
+        if len(self._fds) < 4:
+            self._open()
+
+    def fsync(self) -> None:
+        (os.fsync if self._random.randrange(2) else os.fdatasync)(self._fd())
+
+    def forget_pages(self) -> None:
+        os.posix_fadvise(self._fd(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    # What only this file system does
+
+    def seal(self) -> None:
+        """Let go, and wait until it was cut and hashed."""
+        self.let_go()
+        until(lambda: os.getxattr(self._path, "user.ckptfs.state") != b"closed", "the file to be sealed")
+
+    def replicate(self) -> None:
+        self.let_go()
+        assert ckptfs.wait(self._site.mountpoint, "replicated", 60)
+        self.compare()
+
+    def remount(self) -> None:
+        self.let_go()
+        self._site.umount()
+        self._site.mount(*self._options)
+        self.compare()
+
+    def kill(self) -> None:
+        """What was stored through a map is flushed first: without passthrough it may be lost else, as promised."""
+        self.msync()
+        self._site.kill()
+        self.let_go()
+        self._site.mount(*self._options)
+        self.compare()
+
+    def evict(self) -> None:
+        """Fill the disk until the file's local bytes have made way; it is read from the remote then."""
+        self.replicate()
+        if not self._shadow:
+            return
+        before = os.stat(self._path)
+        with filled(self._disk, 4 << 20):
+            until(self._is_elsewhere, f"the file to be evicted, {self._told()}")
+            assert os.stat(self._path) == before, f"eviction shows, {self._told()}"
+        if self._random.randrange(3):
+            self.compare()  # else the next operation meets a file that is not here
+
+    # Within
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the file has no image; the catalog says so, since other files may lie beside images."""
+        with closing(sqlite3.connect(f"file:{self._site.store}/catalog.db?mode=ro", uri=True)) as catalog:
+            ino = os.stat(self._path).st_ino
+            return catalog.execute("SELECT image FROM inode WHERE ino = ?", (ino,)).fetchone() == (None,)
+
+    def _open(self) -> None:
+        self._fds.append(os.open(self._path, self._random.choice(_FLAGS)))
+
+    def _fd(self, *, appending: bool = True) -> int:
+        if not self._fds:
+            self._open()
+        fd = self._random.choice(self._fds)
+        if not appending and _appends(fd):
+            fd = os.open(self._path, os.O_RDWR)
+            self._fds.append(fd)
+        return fd
+
+    def _span(self, limit: int) -> tuple[int, int]:
+        """Anywhere below *limit*; often from one page's begin to another's."""
+        start = self._random.randrange(limit) if limit else 0
+        length = self._random.choice((1, 100, 3000, 20_000))
+        end = start + self._random.randrange(length + 1)
+        if not self._random.randrange(3):
+            start, end = start // _PAGE * _PAGE, end // _PAGE * _PAGE
+        return min(start, limit), max(min(start, limit), min(end, limit))
+
+    def _mapped(self) -> tuple[int, int]:
+        return self._span(min(len(self._map) if self._map is not None else 0, len(self._shadow)))
+
+    def _data(self, length: int) -> bytes:
+        if not self._random.randrange(4):
+            return bytes([self._random.randrange(256)]) * length
+        return self._random.randbytes(length)
+
+    def _append_or_put(self, data: bytes, start: int) -> None:
+        fd = self._fd()
+        start = len(self._shadow) if _appends(fd) else start
+        if start + len(data) > LARGEST:
+            return
+        assert os.pwrite(fd, data, start) == len(data)
+        self._put(data, start)
+
+    def _allocate(self, mode: int, start: int, end: int) -> bool:
+        """Whether it was done: without passthrough, and where the daemon serves a file, it may be refused."""
+        if end <= start:
+            return False
+        if _libc.fallocate(self._fd(), mode, start, end - start) != 0:
+            assert ctypes.get_errno() == errno.EOPNOTSUPP, f"fallocate: {ctypes.get_errno()}, {self._told()}"
+            return False
+        self._shadow[start : min(end, len(self._shadow))] = bytes(max(0, min(end, len(self._shadow)) - start))
+        return True
+
+    def _put(self, data: bytes, start: int) -> None:
+        if data and start + len(data) > len(self._shadow):
+            self._resize(start + len(data))
+        self._shadow[start : start + len(data)] = data
+
+    def _resize(self, size: int) -> None:
+        self._shadow[size:] = bytes(max(0, size - len(self._shadow)))
+
+    def _same(self, found: bytes, start: int, end: int) -> None:
+        wanted = bytes(self._shadow[start:end])
+        if found == wanted:
+            return
+        at = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), -1)
+        raise AssertionError(
+            f"[{start}, {end}): {len(found)} bytes instead of {len(wanted)}, other ones at {start + at}, {self._told()}"
+        )
+
+    def _told(self) -> str:
+        return f"after {len(self._history) - 1} operations ({self._history[0]}): ... {' '.join(self._history[-40:])}"
+
+
+def _appends(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND)
+
+
+LIGHT = (
+    *(Exerciser.read,) * 6, *(Exerciser.write,) * 5, *(Exerciser.small_write,) * 5, *(Exerciser.store,) * 6,
+    *(Exerciser.load,) * 5, Exerciser.truncate, Exerciser.truncate, Exerciser.punch, Exerciser.punch, Exerciser.zero,
+    Exerciser.copy_within, Exerciser.map, Exerciser.map, Exerciser.msync, Exerciser.reopen, Exerciser.reopen,
+    Exerciser.another, Exerciser.fsync, Exerciser.forget_pages,
+)  # fmt: skip
+MEDIUM = (Exerciser.rewrite, Exerciser.replace, Exerciser.seal, Exerciser.seal, Exerciser.seal)
+HEAVY = (Exerciser.remount, Exerciser.kill, Exerciser.replicate, Exerciser.evict, Exerciser.evict, Exerciser.evict)
+
+
+def own(path: str, seed: int, parts: list[tuple[int, int]], rounds: int) -> int:
+    """In a process of its own: change, read and check *parts* of the file at *path*, which are nobody else's.
+
+    Returns how many operations it did.
+    """
+    chooser = random.Random(seed)
+    shadow = {part: bytearray(part[1] - part[0]) for part in parts}
+    fd, mapped = os.open(path, os.O_RDWR), None
+    done = 0
+    try:
+        for _ in range(rounds):
+            part = chooser.choice(parts)
+            first = chooser.randrange(len(shadow[part]))
+            last = chooser.randrange(first, min(len(shadow[part]), first + 5000)) + 1
+            start, end = part[0] + first, part[0] + last
+            kind = chooser.randrange(20)
+            if kind < 5:
+                shadow[part][first:last] = data = chooser.randbytes(last - first)
+                assert os.pwrite(fd, data, start) == len(data)
+            elif kind < 9 and mapped is not None:
+                shadow[part][first:last] = mapped[start:end] = chooser.randbytes(last - first)
+            elif kind < 13 and mapped is not None:
+                _check_own(bytes(mapped[start:end]), shadow[part][first:last], f"mapped {start}, seed {seed}")
+            elif kind == 13:
+                if mapped is not None:
+                    mapped.close()
+                mapped = mmap.mmap(fd, 0)
+            elif kind == 14:
+                os.close(fd)
+                fd = os.open(path, os.O_RDWR)
+            elif kind == 15:
+                os.fsync(fd) if chooser.randrange(20) == 0 else os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                _check_own(os.pread(fd, end - start, start), shadow[part][first:last], f"read {start}, seed {seed}")
+            done += 1
+        for part in parts:
+            _check_own(os.pread(fd, part[1] - part[0], part[0]), shadow[part], f"in the end, seed {seed}")
+    finally:
+        if mapped is not None:
+            mapped.close()
+        os.close(fd)
+    return done
+
+
+def _check_own(found: bytes, wanted: bytearray, what: str) -> None:
+    if found != wanted:
+        at = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), -1)
+        raise AssertionError(f"{what}: {len(found)} bytes instead of {len(wanted)}, other ones at {at}")
