@@ -315,6 +315,28 @@ class OpenFiles:
             self.drop_set_id(file.ino)
         return written
 
+    def seek(self, fh: int, offset: int, *, hole: bool) -> int:
+        """Where the next data is from *offset* on, or with *hole* the next hole; the file's end is one.
+
+        Raises OSError (ENXIO) behind the end, and when there is no data any more.
+        """
+        file = self._handles[fh].file
+        size = os.fstat(file.image.fd).st_size
+        if not 0 <= offset < size:
+            raise OSError(errno.ENXIO, f"inode {file.ino} has {size} bytes, not {offset}")
+        if file.modified or file.writers:
+            return size if hole else offset  # what was stored through a map may not be here yet
+        if file.content is None or file.image.whole:
+            return os.lseek(file.image.fd, offset, os.SEEK_HOLE if hole else os.SEEK_DATA)
+        for start, end in file.content.holes:
+            if hole and offset < end:
+                return max(offset, start)
+            if not hole and start <= offset < end:
+                if end == size:
+                    raise OSError(errno.ENXIO, f"inode {file.ino} has no data from {offset} on")
+                return end
+        return size if hole else offset
+
     async def truncate(self, file: OpenFile, size: int, *, privileged: bool, replaces: bool = False) -> None:
         """Set the size; bytes that appear are zeros. *replaces*: it is emptied to be written anew."""
         async with file.lock:

@@ -2,12 +2,13 @@
  *
  * Neither knows of passthrough. This module defines fuse_session_mount; loaded with RTLD_GLOBAL before pyfuse3, it is the
  * one that pyfuse3 calls. It mounts as before and then gives libfuse a read and a writev of its own for /dev/fuse
- * (fuse_session_custom_io), which look at four kinds of messages and let all others pass unchanged:
+ * (fuse_session_custom_io), which look at five kinds of messages and let all others pass unchanged:
  *
  *   INIT        the reply accepts what the kernel offers and libfuse does not know
  *   OPEN,       where the upper half of the file handle is not 0, it is a backing id: the operations put it there,
  *   CREATE      and the reply tells the kernel to use that backing file
- *   FALLOCATE   answered here, on the backing file; never with ENOSYS, which the kernel would remember for the whole mount
+ *   FALLOCATE,  answered here, on the backing file; never with ENOSYS, which the kernel would remember for the whole mount
+ *   LSEEK       (it asks for the next data or hole only; without a backing file Python knows the answer)
  *
  * What may be done with this, and when, is mount/passthrough.py's to say. Everything here runs on the one thread that
  * serves the mount; a process serves one mount (pyfuse3's own rule), hence the one `session`.
@@ -31,7 +32,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OPEN = 14, INIT = 26, CREATE = 35, FALLOCATE = 43 };
+enum { OPEN = 14, INIT = 26, CREATE = 35, FALLOCATE = 43, LSEEK = 46 };
 
 struct in_header {
 	uint32_t len, opcode;
@@ -69,6 +70,11 @@ struct fallocate_in {
 	uint32_t mode, padding;
 };
 
+struct lseek_in {
+	uint64_t fh, offset;
+	uint32_t whence, padding;
+};
+
 struct backing_map {
 	int32_t fd;
 	uint32_t flags;
@@ -102,8 +108,9 @@ static struct {
 	struct {
 		int32_t id;
 		int fd;
-	} *backing;                /* registered files; FALLOCATE looks here */
+	} *backing;                /* registered files; FALLOCATE and LSEEK look here */
 	int backings, room;
+	PyObject *seeker;          /* called as seeker(fh, offset, whence) for a file that is not among them, or NULL */
 } session = { .device = -1 };
 
 /* Backing files */
@@ -133,7 +140,39 @@ static int allocate(const struct fallocate_in *wanted)
 	return error;
 }
 
+/* The same for lseek, of which nothing but SEEK_DATA and SEEK_HOLE reaches us: the offset, or the negative errno. */
+static int64_t seek(const struct lseek_in *wanted)
+{
+	int fd = backing_descriptor(wanted->fh >> 32);
+	if (fd >= 0) { /* nobody else uses the position of this descriptor */
+		off_t found = lseek(fd, wanted->offset, wanted->whence);
+		return found < 0 ? -errno : found;
+	}
+	PyGILState_STATE state = PyGILState_Ensure();
+	PyObject *answer = PyObject_CallFunction(session.seeker, "KKI", (unsigned long long)wanted->fh,
+						 (unsigned long long)wanted->offset, (unsigned)wanted->whence);
+	int64_t found = answer ? PyLong_AsLongLong(answer) : -EIO;
+	if (PyErr_Occurred()) {
+		PyErr_WriteUnraisable(session.seeker);
+		found = -EIO;
+	}
+	Py_XDECREF(answer);
+	PyGILState_Release(state);
+	return found;
+}
+
 /* Messages */
+
+/* Returns what tells libfuse that there is nothing for it: pyfuse3 reads again. */
+static ssize_t answer(int fd, uint64_t unique, int error, void *body, size_t size)
+{
+	struct out_header header = { sizeof(header) + (error ? 0 : size), error, unique };
+	struct iovec parts[] = { { &header, sizeof(header) }, { body, size } };
+	if (writev(fd, parts, error || !size ? 1 : 2) < 0 && errno != ENOENT) /* ENOENT: nobody waits for it any more */
+		perror("ckptfs: the answer to fallocate or lseek");
+	errno = EINTR;
+	return -1;
+}
 
 static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
 {
@@ -143,12 +182,11 @@ static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
 	if (got < (ssize_t)sizeof(*header))
 		return got;
 	const void *body = header + 1;
-	if (header->opcode == FALLOCATE) {
-		struct out_header reply = { sizeof(reply), allocate(body), header->unique };
-		if (write(fd, &reply, sizeof(reply)) < 0 && errno != ENOENT) /* ENOENT: nobody waits for it any more */
-			perror("ckptfs: the answer to fallocate");
-		errno = EINTR; /* nothing for libfuse in this one: pyfuse3 reads again */
-		return -1;
+	if (header->opcode == FALLOCATE)
+		return answer(fd, header->unique, allocate(body), NULL, 0);
+	if (header->opcode == LSEEK && session.seeker) {
+		int64_t found = seek(body);
+		return answer(fd, header->unique, found < 0 ? (int)found : 0, &found, sizeof(found));
 	}
 	if (header->opcode == INIT) {
 		const struct init_in *init = body;
@@ -282,11 +320,20 @@ static PyObject *close_backing(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+static PyObject *answer_seeks(PyObject *self, PyObject *seeker)
+{
+	Py_INCREF(seeker);
+	Py_XSETREF(session.seeker, seeker);
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
 	{ "want", want, METH_VARARGS, "want(flags): accept these INIT flags where the kernel offers them; before mounting." },
 	{ "agreed", agreed, METH_NOARGS, "agreed() -> flags: what both sides accepted; 0 before the first request." },
 	{ "open_backing", open_backing, METH_VARARGS,
 	  "open_backing(fd) -> id: let the kernel use the file of fd, which stays open until it is closed. Raises OSError." },
+	{ "answer_seeks", answer_seeks, METH_O,
+	  "answer_seeks(seeker): call seeker(fh, offset, whence) -> offset or -errno where the kernel does not have the file." },
 	{ "close_backing", close_backing, METH_VARARGS, "close_backing(id): the reverse. Raises OSError." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -226,6 +226,16 @@ class Operations(pyfuse3.Operations):
         with self._saving(fh):
             await self._fs.files.fsync(own_handle(fh))
 
+    def seek(self, fh: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE; pyfuse3 does not know this request (see `answer_seeks`), so no errors are raised."""
+        try:
+            return self._fs.files.seek(own_handle(fh), offset, hole=whence == os.SEEK_HOLE)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+        except Exception:
+            log.exception("lseek failed unexpectedly")
+            return -errno.EIO
+
     @replies
     async def release(self, fh: int) -> None:
         await self._fs.release(own_handle(fh))

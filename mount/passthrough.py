@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptfs.errors import MountError
@@ -113,6 +114,15 @@ class Passthrough:
         self._off = reason
         if self._mode == "on":
             raise MountError(f"--passthrough=on: {reason}")
+
+
+def answer_seeks(seeker: Callable[[int, int, int], int]) -> None:
+    """Let *seeker* say where data and holes are in files that we serve: (fh, offset, whence) -> offset, or -errno.
+
+    Without the C module nobody is asked, and files have no holes to be found.
+    """
+    if library is not None:
+        library.answer_seeks(seeker)
 
 
 def direct_maps() -> bool:

@@ -167,8 +167,12 @@ class Tree:
 
     def _seek(self, s: Step, whence: int) -> Any:
         fd = self.fd(s.first)
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise Absent
+        before = os.lseek(fd, 0, os.SEEK_CUR)
         found = os.lseek(fd, s.offset, whence)
-        return found, os.lseek(fd, 0, os.SEEK_CUR)
+        os.lseek(fd, before, os.SEEK_SET)
+        return found
 
     def ftruncate(self, s: Step) -> None:
         os.ftruncate(self.fd(s.first), s.offset)

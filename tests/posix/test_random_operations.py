@@ -58,14 +58,13 @@ class Count:
 def machine(site: Site, plain: Path, count: Count) -> type[RuleBasedStateMachine]:
     """A state machine over *site* and *plain*; every so many examples end with a remount."""
     numbers = itertools.count()
-    without = frozenset({"seek_data", "seek_hole"})
 
     class FileSystemMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.number = next(numbers)
             name = f"{self.number}"
-            self.twins = Twins(plain / name, site.mountpoint / name, without=without)
+            self.twins = Twins(plain / name, site.mountpoint / name)
 
         @rule(steps=burst(NAME_STEPS))
         def names(self, steps: list[Step]) -> None:
