@@ -68,6 +68,8 @@ class FileSystem:
         self._read_only = read_only
         self._pins: Counter[Inode] = Counter()
         self._unpurged: set[Inode] = set()
+        self._unlinked_here: set[Inode] = set()
+        """Without a name because a program here took it away, and not another writer."""
         self._changed_at = -1e9
         self.saves = SaveTimes()
         self.files = OpenFiles(store, self._listener, source)
@@ -107,8 +109,11 @@ class FileSystem:
         return entries
 
     def check_named(self, ino: Inode) -> None:
-        """Raises Stale when another writer removed or replaced *ino*, whose path the kernel has not looked up since."""
-        if self._names.inode(ino).nlink == 0:
+        """Raises Stale when another writer removed or replaced *ino*, whose path the kernel has not looked up since.
+
+        What was removed here is opened by who still has a descriptor of it, or it as working directory.
+        """
+        if self._names.inode(ino).nlink == 0 and ino not in self._unlinked_here:
             raise Stale(f"inode {ino} has no name any more")
 
     async def readlink(self, ino: Inode) -> bytes:
@@ -220,7 +225,8 @@ class FileSystem:
         if stat.S_ISDIR(row.mode):
             raise IsADirectory(f"{name!r} is a directory")
         dropped = self._naming.remove(parent, name, row)
-        self.purge_if_gone(row.ino, *dropped)
+        self._unlinked(row)
+        self.purge_if_gone(*dropped)
         self._listener.entry_changed(parent, name)
 
     async def rmdir(self, parent: Inode, name: bytes) -> None:
@@ -234,7 +240,7 @@ class FileSystem:
         if self._names.find(parent, name) != row.ino:
             raise NameMissing(f"{name!r} was moved meanwhile")
         self._naming.remove(parent, name, row)
-        self.purge_if_gone(row.ino)
+        self._unlinked(row)
         self._listener.entry_changed(parent, name)
 
     async def rename(self, parent: Inode, name: bytes, new_parent: Inode, new_name: bytes, flags: int) -> None:
@@ -266,7 +272,7 @@ class FileSystem:
             parent, name, new_parent, new_name, source, target, exchange=flags == RENAME_EXCHANGE
         )
         if target is not None and flags != RENAME_EXCHANGE:
-            dropped.append(target.ino)
+            self._unlinked(target)
         self.purge_if_gone(*dropped)
         self._listener.entry_changed(parent, name, renamed=parent == new_parent)
         self._listener.entry_changed(new_parent, new_name)
@@ -397,6 +403,12 @@ class FileSystem:
         self._names.update_inode(ino, ctime_ns=time.time_ns())
         self._names.state_changed(ino, self.store.clock.tick())
 
+    def _unlinked(self, row: InodeRow) -> None:
+        """A name of *row*, as it was before, was taken away by a program."""
+        if row.nlink <= 1 or stat.S_ISDIR(row.mode):
+            self._unlinked_here.add(row.ino)
+        self.purge_if_gone(row.ino)
+
     def purge_if_gone(self, *inos: Inode) -> None:
         """Remove those without a name, opener or place in the kernel's memory, and images that nobody needs then."""
         gone = [row for ino in dict.fromkeys(inos) if (row := self._gone(ino)) is not None]
@@ -416,6 +428,7 @@ class FileSystem:
             log.warning("%d inodes have no name any more and are removed later: %s", len(gone), error)
             self._unpurged.update(row.ino for row in gone)
             return
+        self._unlinked_here.difference_update(row.ino for row in gone)
         for image in unneeded:
             self.store.sync.delete_later(image)
             self.files.forget_image(image)
