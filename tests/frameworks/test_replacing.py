@@ -62,7 +62,7 @@ SAVES = [by_rename, by_truncation, in_place]
 Save = Callable[[Path, int, int], None]
 
 
-def test_a_held_file_is_replaced_and_its_holder_keeps_the_old_bytes(
+def test_case_001_a_held_file_is_replaced_and_its_holder_keeps_the_old_bytes(
     machine: MakeSite, url: str, tmp_path: Path
 ) -> None:
     """safetensors over a file that another process has open and mapped: new bytes by name, old ones for the holder."""
@@ -89,7 +89,7 @@ def test_a_held_file_is_replaced_and_its_holder_keeps_the_old_bytes(
         assert place.stat().st_mode == plain.stat().st_mode
 
 
-def test_a_mapped_file_may_be_truncated_and_rewritten(site: Site) -> None:
+def test_case_002_a_mapped_file_may_be_truncated_and_rewritten(site: Site) -> None:
     """O_TRUNC and rewriting under a map: the last write is what is stored, the daemon lives (the map as on ext4)."""
     path = site.mountpoint / "file"
     path.write_bytes(b"1" * MIB)
@@ -106,6 +106,18 @@ def test_a_mapped_file_may_be_truncated_and_rewritten(site: Site) -> None:
     assert path.read_bytes() == b"3" * MIB
 
 
+def test_case_002_a_file_is_saved_from_its_own_map(site: Site) -> None:
+    """safetensors: what was loaded, and is still mapped, is saved to the same path."""
+    path = site.mountpoint / "model.safetensors"
+    by_rename(path, 5, 3 * MIB)
+    for _ in range(3):
+        loaded = safetensors_torch.load_file(path)
+        safetensors_torch.save_file(loaded, path)
+        saved = safetensors_torch.load_file(path)["weight"].numpy()
+        assert np.array_equal(saved, numbers(5, 3 * MIB).view(np.int32))
+    assert os.listdir(site.mountpoint) == ["model.safetensors"]
+
+
 def shadow(path: Path, data: bytes) -> Path:
     """A new file beside *path*."""
     other = path.with_name(path.name + ".tmp")
@@ -113,7 +125,7 @@ def shadow(path: Path, data: bytes) -> Path:
     return other
 
 
-def test_a_file_may_be_renamed_while_it_is_being_written(machine: MakeSite, url: str) -> None:
+def test_case_004_a_file_may_be_renamed_while_it_is_being_written(machine: MakeSite, url: str) -> None:
     """Rename of an open temporary, then more writes by the same descriptor: all has the new name."""
     here, there = machine("here"), machine("there")
     here.mount("--remote", url, *QUICK)
@@ -132,7 +144,7 @@ def test_a_file_may_be_renamed_while_it_is_being_written(machine: MakeSite, url:
         assert (mountpoint / "final").read_bytes() == b"1" * MIB + b"2" * MIB
 
 
-def test_a_pointer_renamed_a_hundred_times_always_reads_whole(machine: MakeSite, url: str) -> None:
+def test_case_006_a_pointer_renamed_a_hundred_times_always_reads_whole(machine: MakeSite, url: str) -> None:
     """TensorFlow's `checkpoint`: a hundred renames over it; another machine always reads one of them, whole."""
     here, there = machine("here"), machine("there")
     here.mount("--remote", url, *QUICK)

@@ -72,7 +72,7 @@ def mounted(site: Site, url: str) -> Site:
         ),
     ],
 )
-def test_a_preempted_training_ends_as_on_a_plain_disk(
+def test_case_010_a_preempted_training_ends_as_on_a_plain_disk(
     machine: MakeSite, url: str, tmp_path: Path, program: str, kept: list[str]
 ) -> None:
     """Checkpoints are rotated on a mount; the machine dies; another resumes from the last one in its own mount, and
@@ -99,7 +99,7 @@ def test_a_preempted_training_ends_as_on_a_plain_disk(
 
 
 @needs("torch")
-def test_two_ranks_save_twice_into_one_directory(machine: MakeSite, url: str) -> None:
+def test_case_006_two_ranks_save_twice_into_one_directory(machine: MakeSite, url: str) -> None:
     """DCP replaces a checkpoint in place: one .metadata, no temporary, all shards whole, here and elsewhere."""
     here, there = mounted(machine("here"), url), machine("there")
     ranks(here.mountpoint / "dcp", "1", "2")
@@ -121,7 +121,7 @@ def ranks(directory: Path, *steps: str) -> str:
 
 
 @needs("orbax", "jax")
-def test_orbax_saves_rotates_and_restores_elsewhere(machine: MakeSite, url: str) -> None:
+def test_case_035_orbax_saves_rotates_and_restores_elsewhere(machine: MakeSite, url: str) -> None:
     """Orbax's temporary directories, commits and locks work; two of four steps are kept, and restored elsewhere."""
     here, there = mounted(machine("here"), url), machine("there")
     finish(start("orbax_saver.py", here.mountpoint / "orbax", "1", "2", "3", "4"))
