@@ -28,7 +28,7 @@ class Twins:
     """A plain directory and one of a mount, in which the same happens."""
 
     def __init__(self, plain: Path, mounted: Path) -> None:
-        self.roots = (plain, mounted)
+        self.roots = (plain / "top", mounted / "top")  # what is above it is known, too
         self.performed = 0
         self._history: list[str] = []
         self._trees = [Tree(str(root)) for root in self.roots]
@@ -40,7 +40,8 @@ class Twins:
             (root / "d" / "e").mkdir(parents=True)
             for name in ("a", "b", "d/a"):
                 (root / name).write_bytes(name.encode() * 3000)
-            root.chmod(0o755)
+            for directory in (root, root.parent):
+                directory.chmod(0o755)
 
     def perform(self, step: Step) -> None:
         """Do it on both; AssertionError when anything differs."""
@@ -76,7 +77,7 @@ class Twins:
 
     def remove(self) -> None:
         for root in self.roots:
-            shutil.rmtree(root)
+            shutil.rmtree(root.parent)
 
     # Within
 
