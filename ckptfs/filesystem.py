@@ -314,6 +314,8 @@ class FileSystem:
         if len(name) > NAME_MAX or len(value) > XATTR_MAX or name in XATTR_NAMESPACES:
             raise InvalidArgument(f"{name[:NAME_MAX]!r} with {len(value)} bytes is no attribute that can be kept")
         self._names.inode(ino)
+        if self._names.xattr(ino, name) == value:
+            return  # as on ext4, this is no change: ctime stays, and nothing is to be published
         self.store.check_room()
         with self.store.catalog.transaction():
             self._names.set_xattr(ino, name, value)

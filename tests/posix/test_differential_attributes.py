@@ -233,6 +233,7 @@ def extended_attributes(d: Side) -> None:
         d.attempt("create again", os.setxattr, path, "user.a", b"2", os.XATTR_CREATE)
         d.attempt("get", os.getxattr, path, "user.a")
         d.changed("replace", [name], lambda path=path: os.setxattr(path, "user.a", b"22", os.XATTR_REPLACE))
+        d.changed("the same again", [name], lambda path=path: os.setxattr(path, "user.a", b"22"))
         d.attempt("set", os.setxattr, path, "user.a", b"333")
         d.attempt("get", os.getxattr, path, "user.a")
         d.attempt("empty value", os.setxattr, path, "user.empty", b"")
