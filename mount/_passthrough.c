@@ -83,6 +83,7 @@ struct backing_map {
 
 #define ENTRY_OUT_SIZE 128 /* struct fuse_entry_out, which precedes open_out in the reply to CREATE */
 
+#define AUTO_INVAL_DATA (1u << 12)
 #define INIT_EXT (1u << 30)
 #define KILLPRIV_V2 (1ull << 28)
 #define DIRECT_IO_MMAP (1ull << 36)
@@ -217,6 +218,11 @@ static void complete_init(struct init_out *out)
 	session.agreed = session.wanted & session.offered;
 	if (!session.agreed)
 		return;
+	/* With it, which libfuse asks for, the kernel throws away a file's pages whenever it sees a new mtime, also those that
+	 * a write has just filled and not yet sent. Who reads such a page again has the old bytes, and when a store through
+	 * a map makes it dirty, they are written over the new ones: seen with processes that wrote and mapped one page. Nothing
+	 * changes a file behind this kernel's back without the operations' knowing. */
+	out->flags &= ~AUTO_INVAL_DATA;
 	out->flags |= (uint32_t)session.agreed;
 	if (session.agreed >> 32) {
 		out->flags |= INIT_EXT;

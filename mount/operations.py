@@ -291,7 +291,7 @@ class Operations(pyfuse3.Operations):
         if file.backing is not None:
             self._content_seen.discard(ino)  # what the page cache of the mount had is not kept up to date
             return FileInfo(fh=kernel_handle(fh, file.backing))
-        keep = ino in self._content_seen
+        keep = ino in self._content_seen and not file.unwatched
         self._content_seen.add(ino)
         return FileInfo(fh=fh, keep_cache=keep, direct_io=_direct(flags, new=new))
 
