@@ -20,7 +20,7 @@ from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
-from ckptfs.prefetch import Fetching, prefetch
+from ckptfs.prefetching import Fetching, prefetch
 from ckptfs.repair.findings import Report
 from ckptfs.repair.pace import Scrubbing
 from ckptfs.repair.scrub import Scrub, ScrubOptions

@@ -16,7 +16,7 @@ import trio
 from ckptfs.client import TARGETS
 from ckptfs.engine import Engine
 from ckptfs.errors import InvalidArgument, MountError
-from ckptfs.prefetch import Fetching
+from ckptfs.prefetching import Fetching
 from ckptfs.repair.pace import Scrubbing
 from ckptfs.repair.scrub import ScrubOptions
 

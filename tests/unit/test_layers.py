@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),
-    ("ckptfs.prefetch", "ckptfs.siblings", "ckptfs.repair"),
+    ("ckptfs.prefetching", "ckptfs.siblings", "ckptfs.repair"),
     ("ckptfs.engine",),
     ("ckptfs", "ckptfs.testing"),
     ("ckptfs_mount.native",),

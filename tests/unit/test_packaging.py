@@ -30,6 +30,8 @@ def test_the_public_names() -> None:
     errors = ["CkptfsError", "ContentUnavailable", "MountError", "RemoteError", "StoreError", "StoreFull"]
     assert ckptfs.__all__ == [*errors, "mounted", "prefetch", "publish", "status", "wait"]
     assert all(hasattr(ckptfs, name) for name in ckptfs.__all__)
+    modules = {path.stem for path in (ROOT / "ckptfs").iterdir()}
+    assert not modules & set(ckptfs.__all__), "importing the module would hide the function"
 
 
 def test_the_command_is_installed_and_knows_its_version() -> None:
