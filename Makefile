@@ -2,6 +2,9 @@
 SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Most tests wait for a disk, a server or a clock: two at once take little more than half of the time.
+JOBS ?= 2
+SHARED := -n $(JOBS) --dist loadfile
 
 .PHONY: help setup system frameworks test test-slow test-daemon-served exercise check demo clean
 
@@ -36,14 +39,14 @@ frameworks: setup
 
 # What programs see must be the same whoever serves the bytes: those tests run without passthrough too.
 test: setup
-	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest -m 'not slow' tests/posix tests/frameworks
-	$(BIN)/python -m pytest -m 'not slow'
+	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest $(SHARED) -m 'not slow' tests/posix tests/frameworks
+	$(BIN)/python -m pytest $(SHARED) -m 'not slow'
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 test-daemon-served: setup
-	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest -m 'not slow'
+	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest $(SHARED) -m 'not slow'
 
 # Random operations, each kind of test for $(S) seconds, with passthrough and without.
 S ?= 3600
