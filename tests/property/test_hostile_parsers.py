@@ -136,6 +136,7 @@ def test_the_seeds_are_sound() -> None:
     assert [len(recognise(BytesSource(data))) for data in FILES] == [2, 1, 2, 1]
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
 @bounded
 @given(mutated(FILES) | st.binary(max_size=300))
 def test_a_damaged_file_costs_the_fallback_and_no_more(data: bytes) -> None:
@@ -152,6 +153,7 @@ def test_a_damaged_file_costs_the_fallback_and_no_more(data: bytes) -> None:
     assert at == len(data)
 
 
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # pickletools, of strings; nobody is shown it
 @bounded
 @given(mutated([PROGRAM, pickle.dumps({"a": [1, (2.5, "x")], "b": b"y" * 40})]) | st.binary(max_size=200))
 def test_a_damaged_pickle_runs_nothing(program: bytes) -> None:
