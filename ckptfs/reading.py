@@ -45,8 +45,8 @@ class Reading:
         self.touched_bytes += new_bytes
         if cold:
             self.account.read_bytes += new_bytes
-            self.account.unread_bytes -= end - start - self._ahead.lacks(start, end)
-            self._ahead.remove(start, end)
+        self.account.unread_bytes -= end - start - self._ahead.lacks(start, end)
+        self._ahead.remove(start, end)
 
     def ask(self, start: int, end: int) -> None:
         """Bytes [start, end) are being fetched before anybody reads them."""

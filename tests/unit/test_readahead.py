@@ -97,8 +97,9 @@ def test_what_was_read_may_be_spent_again() -> None:
     assert (one.account.read_bytes, one.account.unread_bytes) == (950, 0) and other.earned(0) == 118
     one.ask(0, 1000)
     assert one.account.unread_bytes == 50, "what was read is not ahead"
-    other.was_read(0, 1 << 20, cold=False)
+    one.was_read(0, 1 << 20, cold=False)
     assert one.account.read_bytes == 950, "what is here earns nothing"
+    assert one.account.unread_bytes == 0
 
 
 def test_no_chunks_nothing_ahead() -> None:
