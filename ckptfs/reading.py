@@ -14,17 +14,19 @@ SHARE = 8
 
 
 class Account:
-    """Of a file, or of the shards of a set: what readers earned, and what of it is spent."""
+    """Of the files in a directory: what readers earned, and what of it is spent."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
         """Read where bytes were elsewhere."""
         self.unread_bytes = 0
         """Fetched ahead, and not read."""
+        self.share = SHARE
+        """1 when it is known that everything will be read."""
 
     def left(self) -> int:
         """How many bytes more may be fetched ahead; less than nothing when that is too many already."""
-        return self.read_bytes // SHARE - self.unread_bytes
+        return self.read_bytes // self.share - self.unread_bytes
 
 
 class Reading:

@@ -3,7 +3,8 @@
 A checkpoint is split over files that are read one after another, and the line to the remote is idle while the reader
 works on what it has. Who reads a part of it looks the same until it stops, and must not pay for the rest. So nothing of
 the next shards is fetched before half of one was read; then what its readers have earned (`ckptfs.reading`), which they
-share with what is fetched ahead of them in their own file; and as much as was read once two shards were read whole.
+share with what is fetched ahead of them in their own file, and with readers of other files in their directory; and as
+much as was read once two shards were read whole.
 Fetching goes on only while nobody else waits for the remote, the set is being read, and the disk has room that no save
 wants.
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 BEGIN_SHARE = 2
 """One part in so many of a shard is read before anything of the next is fetched ..."""
 WHOLE_SHARDS = 2
-"""... and when so many shards were read whole, as much is fetched ahead as was read."""
+"""... and when so many shards were read whole, as much is fetched ahead as was read, in them and in the next."""
 _WHOLE_PARTS = 8
 """A shard counts as read whole when all but one part in so many was: what the kernel has is not asked for again."""
 _STEP_BYTES = 16 << 20
@@ -74,8 +75,6 @@ class _Set:
 
     def allowed(self) -> int:
         """How many bytes more may be fetched ahead."""
-        if len(self.whole) >= WHOLE_SHARDS:
-            return sum(self.read.values()) - sum(self.ahead.values())
         return self.account.left()
 
     def ahead_of(self, ino: Inode, length: int) -> None:
@@ -106,6 +105,8 @@ class Siblings:
         self._newest: _Set | None = None
         """The set that was read last."""
         self._set_of: dict[Inode, _Set | None] = {}
+        self._accounts: dict[Inode, Account] = {}
+        """By directory: who read one file of it whole begins with the next where it ended, set or not."""
         self._news = trio.Event()
 
     def read(self, file: OpenFile) -> None:
@@ -121,17 +122,21 @@ class Siblings:
         found.read[file.ino] = max(read_bytes, found.read.get(file.ino, 0))
         if read_bytes >= size - size // _WHOLE_PARTS:
             found.whole.add(file.ino)
+            if len(found.whole) >= WHOLE_SHARDS:
+                found.account.share = 1
         found.reached(file.ino)
         self._active(found)
 
     def opened(self, file: OpenFile) -> None:
         """*file* was opened for reading. The kernel may read it by itself if it was fetched: it was rightly fetched."""
+        if not file.image.whole:
+            file.reading.account = self._account(file.ino)
         found = self._set_of.get(file.ino)
         if found is None:
             return
-        file.reading.account = found.account
         if file.image.whole and file.ino in found.ahead:
             found.read[file.ino] = found.reached(file.ino)
+            found.account.read_bytes += found.read[file.ino]
             found.whole.add(file.ino)
         self._active(found)
 
@@ -213,6 +218,15 @@ class Siblings:
             found = self._set_of[ino] = _Set(inos, file.reading.account) if inos else None
             self._set_of.update((each, found) for each in inos)
         return self._set_of[ino]
+
+    def _account(self, ino: Inode) -> Account:
+        """What the readers of all files in one directory share."""
+        above = self._names.parents(ino)
+        if not above:  # open, and removed
+            return Account()
+        if len(self._accounts) > _FILES:
+            self._accounts.clear()
+        return self._accounts.setdefault(above[0][0], Account())
 
     def _shards(self, ino: Inode) -> list[Inode]:
         for parent, name in self._names.parents(ino):

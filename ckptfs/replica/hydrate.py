@@ -155,13 +155,13 @@ class Hydrator:
         """A reader read up to *position*, as *reading* knows: fetch ahead of it in the background."""
         most = self._tuning.readahead_bytes
         asked = reading.asked(position)
-        if asked - position > most // 2:  # as below; but most reads end here, and the disk need not be asked
+        if asked - position > most * 3 // 4:  # as below; but most reads end here, and the disk need not be asked
             return
         if image.unstored or not self._room.has(most):
             most = min(most, self._tuning.kept_ahead_bytes // 2)
         end = window_end(content, reading, position, most)
-        # Not before half of it was used, so that requests are long.
-        if asked - position > (end - position) // 2:
+        # Not before a quarter of it was used, so that requests are long, and the line is not idle between them.
+        if asked - position > (end - position) * 3 // 4:
             return
         missing = [each for each in _missing(image, content, asked, end) if each.chunk.id not in self._kept]
         for each in missing:

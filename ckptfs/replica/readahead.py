@@ -1,10 +1,10 @@
 """How far ahead of a reader it is worth fetching. Pure; the hydrator does the fetching.
 
-Who reads a whole file wants as much on its way as the line to the remote holds. Who reads a few tensors, or a slice of
-one, must not pay for the rest: `ckptfs.reading` says what readers have earned. Within that, fetching ends with the
-tensor that is being read, unless the two before it were read whole: then the reader is led on into the next. And when
-several from the file's start were read, and an eighth of it, or no tensors are known in it, all of it will be: then as
-much is fetched ahead as was read. Several threads or processes that share the work are one reader.
+Who reads a whole file wants as much on its way as the line to the remote holds. Who reads a few tensors, a slice of one,
+or the first layers of a model, must not pay for the rest: `ckptfs.reading` says what readers have earned. Within that,
+fetching ends with the tensor that is being read, unless the two before it were read whole: then the reader is led on
+into the next. A file in which no tensors are known is read whole when it is read from its start: then as much is fetched
+ahead as was read. Several threads or processes that share the work are one reader.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from ckptfs.reading import Reading
 
 ON_AFTER_TENSORS = 2
 """Who read so many in one go is led on into the next."""
-WHOLE_AFTER_TENSORS = 4
-"""This many tensors read in one go from the file's start ..."""
-WHOLE_AFTER_SHARE = 8
-"""... and this part of the file (one eighth) mean that all of it will be read: "a few tensors" are less."""
 
 
 def window_end(content: Content, reading: Reading, position: int, most_bytes: int) -> int:
@@ -26,7 +22,7 @@ def window_end(content: Content, reading: Reading, position: int, most_bytes: in
     At the end of a chunk, and at most *most_bytes* behind *position*; *position* itself when nothing is to be fetched.
     """
     begun = reading.run(position)
-    if _wants_all(content, begun, position):
+    if begun == 0 and not content.tensors:
         end = min(position + min(position - begun, most_bytes), content.size)
     else:
         led_on = content.tensors_between(begun, position) >= ON_AFTER_TENSORS
@@ -40,14 +36,3 @@ def window_end(content: Content, reading: Reading, position: int, most_bytes: in
     if offsets[last_chunk] + content.chunks[last_chunk].length > end:  # whole chunks only: a part costs as much
         return max(offsets[last_chunk], position)
     return end
-
-
-def _wants_all(content: Content, begun: int, position: int) -> bool:
-    """Whether who read [*begun*, *position*) came from the file's start, and so far that it will go on to its end."""
-    if not content.tensors:
-        return begun == 0
-    return (
-        content.tensors_between(0, begun) == 0
-        and content.tensors_between(begun, position) >= min(WHOLE_AFTER_TENSORS, len(content.tensors))
-        and position - begun >= content.size // WHOLE_AFTER_SHARE
-    )
