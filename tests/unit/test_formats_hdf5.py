@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptfs.formats.base import UNKNOWN, BytesSource, Tensor, tidy
+from ckptfs.formats.base import MAX_NAME, UNKNOWN, BytesSource, Tensor, tidy
 from ckptfs.formats.hdf5 import reader
 from ckptfs.formats.recognise import recognise
 
@@ -68,6 +68,19 @@ def test_groups_of_any_size(libver: str, track_order: bool) -> None:
     assert result == {name.replace("/", "."): as_saved(array) for name, array in arrays.items()}
 
 
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_long_names(libver: str) -> None:
+    """Names that fill a heap of several levels must all lead somewhere; what they are called is cut off."""
+
+    def fill(file: Any) -> None:
+        for at in range(220):
+            file[f"{at}" + "x" * 3900] = np.full(2, at)
+
+    found = tensors(made(fill, libver))
+    assert {each.name.rstrip("x") for each in found} == {str(at) for at in range(220)}
+    assert max(len(each.name) for each in found) == MAX_NAME
+
+
 @pytest.mark.parametrize("libver", VERSIONS)
 def test_types(libver: str) -> None:
     """Numbers must have their names; what has none must be unknown, with its bytes."""
@@ -113,8 +126,10 @@ def test_types(libver: str) -> None:
         ((100, 10), {"chunks": (7, 10), "maxshape": (None, None)}),
         ((9000, 2), {"chunks": (1, 2), "maxshape": (None, None)}),
         ((100, 10), {"chunks": (7, 10), "maxshape": (200, 10)}),
+        ((100, 10), {"chunks": (7, 10), "maxshape": (None, 10)}),
+        ((4000,), {"chunks": (1,), "maxshape": (None,)}),
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_chunks_of_rows(libver: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """Chunks of whole rows must be found in order, without what the last one has too much, in few runs."""
@@ -124,7 +139,7 @@ def test_chunks_of_rows(libver: str, shape: tuple[int, ...], options: dict[str, 
     assert {(each.name, each.dtype, each.shape[1:]) for each in runs} == {("a", "float32", shape[1:])}
     rows = [np.frombuffer(data[each.start : each.end], "f4").reshape(each.shape) for each in runs]
     assert np.array_equal(np.concatenate(sorted(rows, key=lambda each: each.flat[0])), array)
-    assert len(runs) <= 2 + len(array) // options["chunks"][0] // 50, "indexes lie between them, now and then"
+    assert len(runs) <= 3 + len(array) // options["chunks"][0] // 50, "indexes lie between them, now and then"
 
 
 @pytest.mark.parametrize("libver", VERSIONS)
@@ -151,6 +166,21 @@ def test_chunks_that_were_never_written(libver: str) -> None:
 
     result = found(made(fill, libver))
     assert result == {"a": ("float32", (10, 10), np.full((10, 10), 7, "f4").tobytes())}
+
+
+@pytest.mark.parametrize("most", [300_000, None])
+def test_a_few_chunks_of_very_many(most: int | None) -> None:
+    """The pages of an index that were never written must be passed over, and those that were be found."""
+    places = [0, 1, 7, 100, 5000, 131_000, 140_001, 299_999]
+
+    def fill(file: Any) -> None:
+        dataset = file.create_dataset("a", (300_000,), "i4", chunks=(1,), maxshape=(most,))
+        for place in places:
+            dataset[place] = place + 1
+
+    data = made(fill, "latest")
+    runs = [np.frombuffer(data[each.start : each.end], "i4") for each in tensors(data)]
+    assert sorted(np.concatenate(runs)) == [place + 1 for place in places]
 
 
 @pytest.mark.parametrize("libver", VERSIONS)

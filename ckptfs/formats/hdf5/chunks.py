@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ckptfs.errors import FormatError
+from ckptfs.formats.hdf5.arrays import extensible_array, fixed_array
 from ckptfs.formats.hdf5.file import Fields, File
 from ckptfs.formats.hdf5.trees import children_v1, records_v2
 
@@ -47,7 +48,13 @@ def chunks_of_index(
             yield from _renumbered(number, address + number * chunk_bytes, counts, most)
     elif kind == _FIXED_ARRAY:
         fields.take(1)
-        for number, chunk in _fixed_array(file, fields.defined_address()):
+        for number, chunk in fixed_array(file, fields.defined_address(), CHUNKS_MOST):
+            yield from _renumbered(number, chunk, counts, most)
+    elif kind == _EXTENSIBLE_ARRAY:
+        if max(most) != most[0]:
+            raise FormatError("a dataset of HDF5 that grows along another dimension than its first")
+        fields.take(5)
+        for number, chunk in extensible_array(file, fields.defined_address(), CHUNKS_MOST):
             yield from _renumbered(number, chunk, counts, most)
     elif kind == _TREE:
         fields.take(6)
@@ -75,37 +82,3 @@ def _renumbered(number: int, address: int, counts: Sequence[int], most: Sequence
         place.append(at)
     if all(at < count for at, count in zip(reversed(place), counts, strict=True)):
         yield _number(place[::-1], counts), address
-
-
-def _fixed_array(file: File, address: int) -> Iterator[tuple[int, int]]:
-    head = file.read(address, 8 + file.length_bytes + file.address_bytes)
-    head.expect(b"FAHD", version=0)
-    client, entry_bytes, page_bits = head.integer(1), head.integer(1), head.integer(1)
-    count, block = head.length(), head.address()
-    if client != 0 or entry_bytes != file.address_bytes or page_bits > 62:
-        raise FormatError("an array of HDF5 that is not of plain chunks")
-    if block is None:
-        return
-    if count > CHUNKS_MOST:
-        raise FormatError("too many chunks in an HDF5 dataset")
-    page = 1 << page_bits
-    at = block + 6 + file.address_bytes
-    file.read(block, 4).expect(b"FADB")
-    if count <= page:
-        yield from _entries(file, at, 0, count)
-        return
-    pages = -(-count // page)
-    begun = file.read(at, -(-pages // 8)).data
-    at += len(begun) + 4
-    for number in range(pages):
-        if begun[number // 8] & 0x80 >> number % 8:
-            first = number * page
-            yield from _entries(file, at + number * (page * entry_bytes + 4), first, min(page, count - first))
-
-
-def _entries(file: File, address: int, first: int, count: int) -> Iterator[tuple[int, int]]:
-    entries = file.read(address, count * file.address_bytes)
-    for number in range(first, first + count):
-        chunk = entries.address()
-        if chunk is not None:
-            yield number, chunk
