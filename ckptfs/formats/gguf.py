@@ -47,7 +47,7 @@ def read_tensors(source: Source) -> list[Tensor]:
     data = -(-cursor.at // alignment) * alignment
     infos.sort(key=lambda info: info[3])
     ends = [info[3] for info in infos[1:]] + [source.size - data]
-    return tidy((_tensor(*info, data, end) for info, end in zip(infos, ends, strict=True)), source.size)
+    return tidy((_tensor(*info, data, end) for info, end in zip(infos, ends, strict=False)), source.size)
 
 
 def _alignment(cursor: Cursor, pairs: int) -> int:

@@ -35,8 +35,12 @@ def recognise(source: Source) -> list[Tensor]:
     Never raises for what the bytes are; an OSError of *source* passes through. Takes seconds and some 150 MB at worst,
     whatever the file claims; milliseconds for a real one.
     """
+    return _read_or_nothing(source, is_member=False)
+
+
+def _read_or_nothing(source: Source, is_member: bool) -> list[Tensor]:
     try:
-        return _read(source, is_member=False)
+        return _read(source, is_member)
     except OSError:
         raise
     except Exception as error:
@@ -80,11 +84,7 @@ def _read_members(source: Source, members: Iterable[Member]) -> list[Tensor]:
     for member in members:
         if not member.stored:
             continue
-        try:
-            found = _read(Window(budget, member.start, member.end), is_member=True)
-        except FormatError as error:
-            log.debug("%s in an archive cannot be read: %s", member.name, error)
-            continue
+        found = _read_or_nothing(Window(budget, member.start, member.end), is_member=True)
         name = member.name.removesuffix(".npy")
         tensors += (_moved(tensor, name, member.start) for tensor in found)
         if len(tensors) > MAX_TENSORS:
