@@ -255,6 +255,14 @@ def test_references_in_circles() -> None:
         assert found(bytes(looped)) == {}
 
 
+def test_more_runs_than_anybody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of very many tensors the first must stand."""
+    data = made(lambda file: [file.create_dataset(f"{at}", data=np.full(9, at)) for at in range(20)] and None)
+    whole = tensors(data)
+    monkeypatch.setattr(reader, "MAX_TENSORS", 5)
+    assert tensors(data) and {*tensors(data)} <= {*whole} and len(tensors(data)) == 5
+
+
 def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """When too much would have to be read, what was found until then stands."""
     data = made(lambda file: [file.create_dataset(f"{at}", data=np.full(9, at)) for at in range(200)] and None)

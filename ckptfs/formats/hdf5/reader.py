@@ -43,7 +43,7 @@ def read_tensors(source: Source) -> list[Tensor]:
                     pending.append((joined(name, label), target))
         except FormatError:
             continue
-    return tidy(_disjoint(tensors, source.size), source.size)
+    return tidy(_disjoint(tensors, source.size)[:MAX_TENSORS], source.size)
 
 
 def _start(source: Source) -> int | None:
