@@ -32,13 +32,13 @@ def read_tensors(source: Source) -> list[Tensor]:
     tensors: list[Tensor] = []
     seen = {root}
     pending = [("", root)]
-    while pending and len(tensors) <= MAX_TENSORS and len(seen) <= 2 * MAX_TENSORS:
+    while pending and len(tensors) < MAX_TENSORS:
         name, address = pending.pop()
         try:
             messages = read_messages(file, address)
             tensors += read_dataset(file, name, messages)
             for label, target in read_links(file, messages):
-                if target not in seen:
+                if target not in seen and len(seen) < 2 * MAX_TENSORS:
                     seen.add(target)
                     pending.append((joined(name, label), target))
         except FormatError:
