@@ -168,6 +168,17 @@ def test_chunks_that_were_never_written(libver: str) -> None:
     assert result == {"a": ("float32", (10, 10), np.full((10, 10), 7, "f4").tobytes())}
 
 
+@pytest.mark.parametrize("most", [(30, None), (None, None), (90, 100), (30, 300)])
+@pytest.mark.parametrize("libver", VERSIONS)
+def test_datasets_that_may_grow(libver: str, most: tuple[int | None, ...]) -> None:
+    """Chunks must be in the order of the dataset as it is now, whichever way it may grow."""
+    array = np.arange(3000, dtype="f4").reshape(30, 100)
+    data = made(lambda file: file.create_dataset("a", data=array, chunks=(10, 20), maxshape=most) and None, libver)
+    runs = [np.frombuffer(data[each.start : each.end], "f4") for each in tensors(data)]
+    blocks = [array[row : row + 10, at : at + 20].ravel() for row in (0, 10, 20) for at in range(0, 100, 20)]
+    assert np.array_equal(np.concatenate(sorted(runs, key=lambda run: run[0])), np.concatenate(blocks))
+
+
 @pytest.mark.parametrize("most", [300_000, None])
 def test_a_few_chunks_of_very_many(most: int | None) -> None:
     """The pages of an index that were never written must be passed over, and those that were be found."""

@@ -51,11 +51,9 @@ def chunks_of_index(
         for number, chunk in fixed_array(file, fields.defined_address(), CHUNKS_MOST):
             yield from _renumbered(number, chunk, counts, most)
     elif kind == _EXTENSIBLE_ARRAY:
-        if max(most) != most[0]:
-            raise FormatError("a dataset of HDF5 that grows along another dimension than its first")
         fields.take(5)
         for number, chunk in extensible_array(file, fields.defined_address(), CHUNKS_MOST):
-            yield from _renumbered(number, chunk, counts, most)
+            yield from _renumbered(number, chunk, counts, most, first=most.index(max(most)))
     elif kind == _TREE:
         fields.take(6)
         for record in records_v2(file, fields.defined_address(), 10):
@@ -74,11 +72,15 @@ def _number(place: Sequence[int], counts: Sequence[int]) -> int:
     return number
 
 
-def _renumbered(number: int, address: int, counts: Sequence[int], most: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(number by *counts*, address) of the chunk that has *number* by *most*; nothing where it is outside."""
-    place = []
-    for count in reversed(most):
-        number, at = divmod(number, count)
-        place.append(at)
-    if all(at < count for at, count in zip(reversed(place), counts, strict=True)):
-        yield _number(place[::-1], counts), address
+def _renumbered(
+    number: int, address: int, counts: Sequence[int], most: Sequence[int], first: int = 0
+) -> Iterator[tuple[int, int]]:
+    """(number by *counts*, address) of the chunk that has *number* by *most*; nothing where it is outside.
+
+    By *most*, dimension *first* counts slowest, which is the one that may grow without an end.
+    """
+    place = [0] * len(counts)
+    for axis in reversed([first, *(axis for axis in range(len(counts)) if axis != first)]):
+        number, place[axis] = divmod(number, most[axis])
+    if all(at < count for at, count in zip(place, counts, strict=True)):
+        yield _number(place, counts), address
