@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tarfile
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -244,9 +245,25 @@ def test_gguf() -> None:
     assert found(gguf_file({})) == {}
 
 
-def test_gguf_of_its_own_library() -> None:
+def test_gguf_of_its_own_library(tmp_path: Path) -> None:
     """A file of llama.cpp's library must be read, and the sizes of blocks be those that it has."""
     library = pytest.importorskip("gguf")
+    array = np.arange(6400, dtype="f4").reshape(100, 64)
+    kinds = library.GGMLQuantizationType
+    quantised = library.quants.quantize(array, kinds.Q8_0)
+    writer = library.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_token_list(["a", "b", "c" * 300])
+    writer.add_custom_alignment(256)
+    writer.add_tensor("plain", array)
+    writer.add_tensor("half", array.astype("f2"))
+    writer.add_tensor("quantised", quantised, raw_dtype=kinds.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    result = found((tmp_path / "m.gguf").read_bytes())
+    assert result["plain"] == as_saved(array) and result["half"] == as_saved(array.astype("f2"))
+    assert result["quantised"] == (UNKNOWN, (100, 64), quantised.tobytes())
     ours = gguf._BLOCKS
     assert {int(kind): sizes for kind, sizes in library.GGML_QUANT_SIZES.items() if int(kind) in ours} == ours
 
