@@ -50,14 +50,15 @@ class Hydrator:
         tuning: Tuning,
         room: Room,
         *,
+        read_timeout_s: float,
         write: Callable[[int, memoryview, int], int] = os.pwrite,
     ) -> None:
-        """*write* stands for os.pwrite in tests of a failing disk."""
+        """A reader waits for up to *read_timeout_s*; *write* stands for os.pwrite in tests of a failing disk."""
         self._stop = threading.Event()
         limits = Limits(
             tuning.retry_first_s,
             min(tuning.retry_most_s, _RETRY_MOST_S),
-            deadline_s=tuning.read_timeout_s,
+            deadline_s=read_timeout_s,
             cancel=self._stop,
         )
         self.last_error: str | None = None
@@ -68,9 +69,8 @@ class Hydrator:
         self._room = room
         self._contents = Contents(catalog)
         self._catalog = catalog
-        self._manifests = Manifests(
-            catalog, retrying, tuning.read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads)
-        )
+        self._read_timeout_s = read_timeout_s
+        self._manifests = Manifests(catalog, retrying, read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads))
         self.fetcher = ChunkFetcher(
             self._contents, Packs(catalog), images, self._manifests, retrying, tuning, limiter, write
         )
@@ -87,6 +87,11 @@ class Hydrator:
 
     def _failing(self, error: RemoteError, wait_s: float) -> None:
         self.last_error = str(error)
+
+    def forget_error(self) -> None:
+        """The remote answers again: unless somebody waits for bytes just now, why they did not come is past."""
+        if self._flights.is_quiet:
+            self.last_error = None
 
     async def content(self, manifest_row: int) -> Content:
         """What a sealed file version consists of. Raises ContentUnavailable."""
@@ -199,7 +204,7 @@ class Hydrator:
 
     async def _arrive(self, image: Image, content: Content, start: int, end: int, purpose: Purpose) -> dict[int, Raw]:
         """Wait for the bytes [start, end); gives by offset those chunks of them that did not go into the image."""
-        deadline = trio.current_time() + self._tuning.read_timeout_s
+        deadline = trio.current_time() + self._read_timeout_s
         held: dict[int, Raw] = {}
         cause: Exception | None = None
         while flights := self._start(image, content, start, end, purpose, held):
@@ -219,7 +224,7 @@ class Hydrator:
                         raise ContentUnavailable(f"bytes cannot be had from the remote: {cause}") from cause
                     break  # a fetch that somebody began earlier ran out of its own time: begin another
                 self.last_error = None
-                deadline = trio.current_time() + self._tuning.read_timeout_s
+                deadline = trio.current_time() + self._read_timeout_s
         return held
 
     def _start(

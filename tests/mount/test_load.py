@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines import Machines
-from tests.support.mounts import TINY, Site, is_mounted, run, until
+from tests.support.mounts import Site, is_mounted, run, until
 from tests.support.proxy import Faults
 
 pytestmark = pytest.mark.timeout(170)
@@ -50,7 +50,7 @@ sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
 """
 
 
-def test_case_47_many_processes_make_the_same_directories(site: Site) -> None:
+def test_case_047_many_processes_make_the_same_directories(site: Site) -> None:
     """64 processes make one new four-level path, and trees of their own in it that they remove: no error."""
     site.mount()
     done = run([sys.executable, "-c", MAKEDIRS, str(site.mountpoint), "64", str(ROUNDS)], timeout_s=120)
@@ -135,14 +135,14 @@ for each in threads:
 
 
 @pytest.mark.slow
-def test_case_55_two_hundred_readers_of_a_dead_remote(machines: Machines) -> None:
+def test_case_055_two_hundred_readers_of_a_dead_remote(machines: Machines) -> None:
     """While they wait, stat, save, df and status are instant; killed, they are gone soon; unmounting does not wait."""
     writer, way = machines.site("writer"), machines.proxy()
     top = machines.mount(writer)
     for number in range(200):
         (top / f"file-{number}").write_bytes(os.urandom(3000))
     assert writer.run("wait", str(top), "--timeout", "60s").status == 0
-    reader = machines.site("reader", by=way, tuning={**TINY, "read_timeout_s": 8.0})
+    reader = machines.site("reader", by=way, settings={"read_timeout_s": 8.0})
     there = machines.mount(reader)
     assert len(os.listdir(there)) == 200
     way.faults = Faults(mode="black_hole")

@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ TUNING = Tuning(
     readahead_bytes=1 << 20,
     retry_first_s=0.01,
     retry_most_s=0.02,
-    read_timeout_s=2.0,
 )
 
 
@@ -62,7 +60,7 @@ class FixedRoom(Room):
 class Disk:
     """A store's catalog and images, and a remote with files in packs."""
 
-    def __init__(self, path: Path, tuning: Tuning = TUNING) -> None:
+    def __init__(self, path: Path, tuning: Tuning = TUNING, *, read_timeout_s: float = 2.0) -> None:
         self.catalog = Catalog(path / "catalog.db")
         self.contents = Contents(self.catalog)
         self.packs = Packs(self.catalog)
@@ -74,7 +72,15 @@ class Disk:
         self.open: list[Image] = []
         self.saving = False
         self.room = FixedRoom(path, lambda: self.saving)
-        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, self.room, write=self._write)
+        self.hydrator = Hydrator(
+            self.catalog,
+            self.images,
+            self.remote,
+            tuning,
+            self.room,
+            read_timeout_s=read_timeout_s,
+            write=self._write,
+        )
         with self.catalog.transaction() as db:
             db.execute(
                 "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
@@ -333,7 +339,7 @@ def test_a_missing_object_is_told_at_once(disk: Disk, caplog: pytest.LogCaptureF
 
 def test_an_outage_is_waited_out_up_to_the_timeout(tmp_path: Path) -> None:
     """While the remote is down a read waits; when it comes back in time the read succeeds, else it fails in time."""
-    disk = Disk(tmp_path, replace(TUNING, read_timeout_s=0.6))
+    disk = Disk(tmp_path, read_timeout_s=0.6)
     data = noise(PIECE)
     row = disk.publish(data)
 
