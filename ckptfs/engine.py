@@ -72,6 +72,7 @@ class Engine:
                 remote,
                 files=lambda: self.filesystem,
                 reseal=lambda image: self.sealer.submit(image),
+                hurry=lambda: self.sealer.hurry(),
                 background=self._background,
                 read_only=read_only,
             )

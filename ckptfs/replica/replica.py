@@ -75,6 +75,7 @@ class Replica:
         *,
         files: Callable[[], Files],
         reseal: Callable[[ImageId], None],
+        hurry: Callable[[], None] = lambda: None,
         background: Background | None = None,
         read_only: bool = False,
     ) -> None:
@@ -84,6 +85,7 @@ class Replica:
         self._unanswered: str | None = None
         """Why the remote did not say which one it is when somebody asked last; None when it did."""
         self.files = files
+        self._hurry = hurry
         self.read_only = read_only
         self._idle_images: list[Image] = []
         self.cuts, heads, self.packs = Cuts(store.catalog), Heads(store.catalog), Packs(store.catalog)
@@ -95,7 +97,7 @@ class Replica:
             heads,
             provisional=self.logs.provisional,
             released=self._released,
-            wake=lambda: self.publisher.wake(),
+            wake=self._cut_taken,
             merging=lambda: self.merger.is_halfway,
         )
         self.publisher = Publisher(
@@ -370,6 +372,10 @@ class Replica:
             content = await self.hydrator.content(manifest)
             chunks.update((chunk.id, None) for chunk in content.chunks)
         return list(chunks)
+
+    def _cut_taken(self) -> None:
+        self._hurry()  # where small files come without end, it would be replaced before it is sealed, again and again
+        self.publisher.wake()
 
     def _released(self, unneeded: Unneeded) -> None:
         for image in unneeded.images:

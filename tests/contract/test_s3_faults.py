@@ -168,7 +168,7 @@ def test_every_request_is_signed_when_it_is_sent(store: S3Store, s3_proxy: Fault
     assert retrying.put("late", DATA)
 
 
-def test_keys_are_rotated_in_their_file(seaweed: Seaweed, bucket_name: str, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+def test_rotated_keys_in_a_file(seaweed: Seaweed, bucket_name: str, s3_proxy: FaultProxy, tmp_path: Path) -> None:
     """The file is read again once it changed, replaced or written in place, half or whole; the old key may go then."""
     file = tmp_path / "credentials"
 
@@ -220,7 +220,7 @@ def test_request_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_up_after: i
 
 
 def test_a_range_that_is_too_short(store: S3Store, s3_proxy: FaultProxy) -> None:
-    """Fewer bytes than were asked for, which call themselves all: a temporary error for a range, which says its length."""
+    """Fewer bytes than were asked for, which call themselves all, are a temporary error: a range knows its length."""
     s3_proxy.faults = Faults(short_after=1000)
     fails(lambda: store.get("k", 0, len(DATA)), RemoteError, temporary=True, match="1000 bytes came")
     fails(lambda: store.get_tail("k", 5000), RemoteError, temporary=True, match="1000 bytes came")

@@ -222,7 +222,7 @@ def test_saves_go_on_with_half_a_minute_of_latency(machines: Machines) -> None:
 
 
 def test_a_bucket_that_is_deleted_and_made_anew(machines: Machines, seaweed: Seaweed, bucket: Bucket) -> None:
-    """Gone, it is waited for; empty, it is not the remote, and nothing is put there; all heals once it holds what it did."""
+    """Gone, it is waited for; empty, nothing is put there; when it holds what it held, all heals."""
     world = World(machines)
     remote = open_remote(machines.url, environment=bucket.environment)
     held = {each.key: remote.get(each.key) for each in remote.list("", limit=10_000).objects}
