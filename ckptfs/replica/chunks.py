@@ -1,7 +1,7 @@
 """Getting chunks' raw bytes into an image: from other images of this disk, else from packs on the remote.
 
 Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy
-that differs is forgotten and the remote asked; a pack that lacks it or differs makes way for another that has it.
+that differs is forgotten and the remote asked; a pack that lacks it, or differs twice, makes way for one that has it.
 
 Who calls: the event loop's thread. Range requests run in abandonable threads with the store's retries; what touches the
 image's descriptor runs in threads that are always waited for, so that the caller may close it afterwards.
@@ -192,19 +192,14 @@ class ChunkFetcher:
         fd: int | None,
         deliver: Deliver,
     ) -> None:
-        start = min(at.offset for _, at in run)
-        end = max(at.offset + at.length for _, at in run)
         key = pack_key(pack)
         try:
             async with self._limiter:
-                self.requests += 1
-                data = await trio.to_thread.run_sync(
-                    partial(self._remote.get, key, start, end), abandon_on_cancel=True, limiter=_unlimited()
-                )
-                self.bytes_fetched += end - start
-                outcomes = await trio.to_thread.run_sync(
-                    self._unpack, memoryview(data), start, run, fd, limiter=_unlimited()
-                )
+                outcomes = await self._get_run(key, run, fd)
+                damaged = {id(each.wanted) for each in outcomes if isinstance(each.error, FormatError)}
+                if damaged:  # on their way, perhaps
+                    outcomes = [each for each in outcomes if id(each.wanted) not in damaged]
+                    outcomes += await self._get_run(key, [each for each in run if id(each[0]) in damaged], fd)
         except RemoteError as error:
             outcomes = [Outcome(wanted, error) for wanted, _ in run]
         bad = []
@@ -219,6 +214,16 @@ class ChunkFetcher:
             wanted = [outcome.wanted for outcome in bad]
             tried = {each.chunk.id: at for each, at in run}
             await self._elsewhere(nursery, content, wanted, tried, bad[0].error, fd, deliver)
+
+    async def _get_run(self, key: str, run: list[tuple[Wanted, Placed]], fd: int | None) -> list[Outcome]:
+        start = min(at.offset for _, at in run)
+        end = max(at.offset + at.length for _, at in run)
+        self.requests += 1
+        data = await trio.to_thread.run_sync(
+            partial(self._remote.get, key, start, end), abandon_on_cancel=True, limiter=_unlimited()
+        )
+        self.bytes_fetched += end - start
+        return await trio.to_thread.run_sync(self._unpack, memoryview(data), start, run, fd, limiter=_unlimited())
 
     async def _elsewhere(
         self,

@@ -300,6 +300,31 @@ def test_damage_on_the_remote_costs_the_chunk_alone(disk: Disk, caplog: pytest.L
     assert key in caplog.text
 
 
+def test_bytes_that_changed_on_their_way_are_asked_for_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: of a pack only what is damaged, and manifests too."""
+    data = noise(3 * PIECE)
+    row = disk.publish(data)
+    get, seen = disk.remote.get, set[str]()
+
+    def flip_at_first(key: str, start: int = 0, end: int | None = None) -> bytes:
+        body = bytearray(get(key, start, end))
+        if key not in seen:
+            seen.add(key)
+            body[len(body) // 2] ^= 1
+        return bytes(body)
+
+    monkeypatch.setattr(disk.remote, "get", flip_at_first)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        assert os.pread(image.fd, content.size, 0) == data
+
+    run(disk, test)
+    assert [length for key, length in disk.remote.gets if key.startswith("packs/")] == [3 * PIECE, PIECE]
+    assert len([key for key, _ in disk.remote.gets if key.startswith("manifests/")]) == 2
+
+
 def test_another_pack_makes_up_for_a_missing_one(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     """When the pack that is known for a chunk is gone, the place in the file's own manifest is tried."""
     data = noise(2 * PIECE)
