@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import trio
 
 from ckptfs.background.caller import Worker
-from ckptfs.errors import ContentUnavailable, RemoteError, RemoteUnusable
+from ckptfs.errors import ContentUnavailable, FileSystemError, RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.totals import Totals
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 STATES = ("writing", "closed", "sealed", "replicated", "verified")
 """In order; a directory has the least of what is under it."""
+
+_LEARNED_AT_ONCE = 8
+"""Chunk lists on their way at once."""
 
 _CHECKPOINT_WAL_BYTES = 16 << 20
 """The catalog's log is moved into the database from this length on; on a small disk earlier ..."""
@@ -169,6 +172,35 @@ class Engine:
         ino = await self._resolve(path)
         work = Scrub(self._store, self.filesystem, self.replica, self._remote, options, progress)
         return await work.run(ino)
+
+    async def learn(self, directories: Iterable[Inode], manifests: Iterable[int]) -> list[str]:
+        """Have in the catalog what only the remote knows: names in *directories*, chunk lists and places of *manifests*.
+
+        Returns why what could not be had is not there. What was removed meanwhile is passed over.
+        """
+        failures: list[str] = []
+        for directory in directories:
+            try:
+                await self.filesystem.entries(directory)
+            except ContentUnavailable as error:
+                failures.append(str(error))
+            except FileSystemError:
+                continue
+        left = iter(manifests)
+
+        async def work(replica: Replica) -> None:
+            for manifest in left:
+                try:
+                    if self._store.contents.has_manifest(manifest):
+                        await replica.hydrator.content(manifest)
+                except ContentUnavailable as error:
+                    failures.append(str(error))
+
+        if self.replica:
+            async with trio.open_nursery() as nursery:
+                for _ in range(_LEARNED_AT_ONCE):
+                    nursery.start_soon(work, self.replica)
+        return failures
 
     async def mend(self, images: Collection[ImageId], objects: Collection[ObjectId], progress: Scrubbing) -> Report:
         """Seal what is not sealed, and mend these images and remote objects, in a store that nobody has mounted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,6 +48,9 @@ class Size(_IntType):
             self.fail(f"{value!r} is no size; write 512M or 2G", param, ctx)
         return int(float(match[1]) * _SIZES[match[2].upper()])
 
+
+_WIDE = 10_000
+"""Columns of a terminal on which no table is cut."""
 
 DURATION = Duration()
 SIZE = Size()
@@ -109,3 +113,25 @@ def pending(progress: dict[str, Any]) -> str:
     if progress.get("eta_s") is not None:
         left += f", about {duration(progress['eta_s'])}"
     return left
+
+
+def shown(path: bytes) -> str:
+    """A path for a line of text: what does not print is escaped."""
+    text = path.decode(errors="backslashreplace")
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
+    """The first column is words, the others are numbers. As wide as it needs to be: paths stay whole."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(Text(column, style="dim"), justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if total is not None:
+        table.add_row(*(Text(each, style="bold") for each in total))
+    Console(highlight=False, width=_WIDE).print(table)
