@@ -95,10 +95,10 @@ class CutTrees:
         for start in range(0, max(1, len(content.chunks)), _LOOK_UP):
             await trio.lowlevel.checkpoint()
             some = {chunk.id for chunk in content.chunks[start : start + _LOOK_UP]}
-            places |= self._packs.placed(some - places.keys())
+            places |= self._packs.placed_with_bases(some - places.keys())
 
         def encode() -> tuple[ObjectId, bytes]:
-            body = encode_manifest(Manifest(content, tuple(places[chunk.id] for chunk in content.chunks)))
+            body = encode_manifest(Manifest.of(content, places))
             return object_id(body), body
 
         try:

@@ -65,7 +65,23 @@ class Packs:
                 f" JOIN pack ON pack.id = packed.pack WHERE packed.chunk IN ({marks})",
                 batch,
             ):
-                found[ChunkId(row[0])] = Placed(ObjectId(row[1]), row[2], row[3], row[4], row[5])
+                base = None if row[5] is None else ChunkId(row[5])
+                found[ChunkId(row[0])] = Placed(ObjectId(row[1]), row[2], row[3], row[4], base)
+        return found
+
+    def placed_with_bases(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
+        """The same with the chunks that deltas among them are against."""
+        found = self.placed(chunks)
+        bases = {place.base for place in found.values() if place.base is not None}
+        return found | self.placed(bases - found.keys())
+
+    def bases_among(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        """Those of *chunks* that some delta on the remote is against."""
+        found: set[ChunkId] = set()
+        for batch in _batches(chunks):
+            marks = ",".join("?" * len(batch))
+            rows = self._db.execute(f"SELECT DISTINCT base FROM packed WHERE base IN ({marks})", batch)
+            found.update(ChunkId(row[0]) for row in rows)
         return found
 
     def acknowledged(self, name: ObjectId, chunks: Sequence[PackedChunk], *, verified: bool) -> None:
