@@ -33,9 +33,13 @@ def element_bytes(dtype: str) -> int:
     return max(BITS.get(dtype, 8) // 8, 1)
 
 
-@np.errstate(invalid="ignore")  # NaNs of the signalling kind
 def values(data: Buffer, dtype: str) -> Floats | None:
     """The numbers in *data*, complex ones as two each; None where nobody says what the bytes mean."""
+    with np.errstate(invalid="ignore"):  # NaNs of the signalling kind
+        return _values(data, dtype)
+
+
+def _values(data: Buffer, dtype: str) -> Floats | None:
     if dtype in _BFLOAT16:
         wide = np.frombuffer(data, "<u2").astype(np.uint32)
         return (wide << 16).view(np.float32).astype(np.float64)
