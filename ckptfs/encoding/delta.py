@@ -39,7 +39,7 @@ def restore(out: memoryview, base: Buffer, width: int) -> None:
 
 
 def exclusive_or(raw: Buffer, base: Buffer, out: memoryview) -> None:
-    """Into *out*, as long as they are, the bits in which *raw* and *base* differ. Its own inverse; *out* may be *raw*."""
+    """Into *out*, as long as they are, the bits in which *raw* and *base* differ. *out* may be *raw*."""
     whole = len(out) // 8 * 8
     for start, end, dtype in ((0, whole, np.uint64), (whole, len(out), np.uint8)):
         left, right = (np.frombuffer(memoryview(each)[start:end], dtype) for each in (raw, base))

@@ -45,9 +45,10 @@ class Copies:
         at = self._packs.placed([chunk]).get(chunk)
         if at is None or at.pack == but_pack:
             return None
+        base = None if at.base is None else await self.find(at.base, length, but_pack=but_pack)
         try:
             return await trio.to_thread.run_sync(
-                partial(_fetch, self._remote, chunk, length, at), abandon_on_cancel=True
+                partial(_fetch, self._remote, chunk, length, at, base), abandon_on_cancel=True
             )
         except (RemoteError, FormatError) as error:
             log.warning("chunk %s cannot be had from %s: %s", chunk.hex(), pack_key(at.pack), error)
@@ -76,9 +77,9 @@ class Copies:
         return raw if digest(raw) == chunk else None
 
 
-def _fetch(remote: ObjectStore, chunk: ChunkId, length: int, at: Placed) -> Raw:
+def _fetch(remote: ObjectStore, chunk: ChunkId, length: int, at: Placed, base: Raw | None) -> Raw:
     """Raises RemoteError, FormatError."""
-    raw = decode(at.codec, remote.get(pack_key(at.pack), at.offset, at.offset + at.length), length)
+    raw = decode(at.codec, remote.get(pack_key(at.pack), at.offset, at.offset + at.length), length, base=base)
     if digest(raw) != chunk:
         raise FormatError("the bytes there are others")
     return raw

@@ -258,7 +258,8 @@ class Replica:
 
     async def verify(self, manifests: Iterable[int]) -> None:
         """Re-read those packs of *manifests* that the remote's own checksum did not verify. Raises RemoteError."""
-        await verify_packs(self._remote, self.packs, self.packs.unverified_of(await self._chunks(manifests)))
+        names = self.packs.unverified_of(await self._chunks(manifests))
+        await verify_packs(self._remote, self.packs, names, self.hydrator.fetcher.raw)
 
     async def is_verified(self, manifests: Iterable[int]) -> bool:
         """Whether every pack that holds a chunk of *manifests* was verified. Never waits for the remote.

@@ -14,6 +14,7 @@ their way to finish alone: an object that nobody names is no harm.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import mmap
@@ -41,6 +42,7 @@ from ckptfs.local.catalog.cuts import CutFile, Cuts
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.bases import Bases, Kin, keys
 from ckptfs.replica.pace import Pace
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ T = TypeVar("T")
 
 _SMALL_BODY = 64 << 10
 """Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
-_LOOK_UP = 1500
+_LOOK_UP = 500
 """Chunks looked up before others may run: 5 to 10 ms."""
 _RATE_OVER_S = 10.0
 """The upload rate is averaged over about this long ..."""
@@ -77,6 +79,8 @@ class Needed:
     """In the file, and so in its image."""
     image: ImageId | None = None
     """The file's image when this was planned."""
+    kin: Kin | None = None
+    """Its place in a series, where it is a piece of a tensor."""
 
 
 class PackPlan:
@@ -169,6 +173,7 @@ class Uploader:
         contents: Contents,
         cuts: Cuts,
         packs: Packs,
+        bases: Bases,
         images: Images,
         remote: ObjectStore,
         tuning: Tuning,
@@ -179,6 +184,7 @@ class Uploader:
         self._contents = contents
         self._cuts = cuts
         self._packs = packs
+        self._bases = bases
         self._images = images
         self._remote = remote
         self._tuning = tuning
@@ -242,18 +248,23 @@ class Uploader:
     async def _needed(self, file: CutFile, on_its_way: set[ChunkId]) -> list[Needed]:
         """The chunks of *file* that neither the remote has nor a pack on its way."""
         content = await self.content(file.manifest)
-        offsets = content.offsets()
-        needed = []
+        found_keys = keys(content, file.path) if self._tuning.delta else itertools.repeat(())
+        rows = zip(content.chunks, content.offsets(), found_keys, strict=False)
+        needed: list[Needed] = []
         await trio.lowlevel.checkpoint()
-        for start in range(0, len(content.chunks), _LOOK_UP):
-            if start:
-                await trio.lowlevel.checkpoint()
-            chunks = content.chunks[start : start + _LOOK_UP]
-            known = self._packs.known({chunk.id for chunk in chunks})
-            for chunk, offset in zip(chunks, offsets[start : start + _LOOK_UP], strict=True):
+        while batch := list(itertools.islice(rows, _LOOK_UP)):
+            known = self._packs.known({chunk.id for chunk, _, _ in batch})
+            lacking = []
+            for chunk, offset, found in batch:
                 if chunk.id not in known and chunk.id not in on_its_way:
                     on_its_way.add(chunk.id)
-                    needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset, file.image))
+                    lacking.append((chunk, offset, found))
+            kin = self._bases.find([(chunk, found) for chunk, _, found in lacking])
+            needed += (
+                Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset, file.image, kin.get(chunk.id))
+                for chunk, offset, _ in lacking
+            )
+            await trio.lowlevel.checkpoint()
         return needed
 
     async def content(self, manifest: int) -> Content:
@@ -286,18 +297,14 @@ class Uploader:
         name, data, rows = packed
         verified = await self._put(name, data)
         self._packs.acknowledged(name, rows, verified=verified)
+        self._bases.sent({chunk.id: chunk.kin for chunk in chunks if chunk.kin is not None}, rows)
         self._acknowledged(name)
         self._counters.sent(len(data), sum(chunk.length for chunk in chunks))
 
     async def _build(self, job: _Job) -> tuple[ObjectId, memoryview, tuple[PackedChunk, ...]] | set[ChunkId]:
         """The pack, in memory that only its file descriptor names; or the chunks that no place has."""
         wanted = [
-            (
-                chunk.id,
-                chunk.length,
-                chunk.dtype,
-                [(self._images.file(image), offset) for image, offset in job.sources.get(chunk.id, [])],
-            )
+            (chunk.id, chunk.length, chunk.dtype, self._files(job.sources.get(chunk.id, [])), self._against(chunk))
             for chunk in job.chunks
         ]
         light = sum(chunk.length for chunk in job.chunks) <= self._tuning.light_bytes
@@ -316,6 +323,16 @@ class Uploader:
         finally:
             os.close(fd)
         return built.name, memoryview(data), tuple(PackedChunk(*row) for row in built.rows)
+
+    def _against(self, chunk: Needed) -> tuple[ChunkId, list[tuple[str, int]], float] | None:
+        """What `background.packing.Against` is made of."""
+        base = chunk.kin.base if chunk.kin is not None else None
+        if base is None:
+            return None
+        return base.keyframe.chunk, self._files(base.places), base.keyframe.stored / base.keyframe.count
+
+    def _files(self, places: Iterable[tuple[ImageId, int]]) -> list[tuple[str, int]]:
+        return [(self._images.file(image), offset) for image, offset in places]
 
     async def _put(self, name: ObjectId, data: memoryview) -> bool:
         """Store the pack; whether the remote's own checksum of it equals ours."""

@@ -117,8 +117,13 @@ class Packs:
             )
 
     def forget(self, name: ObjectId) -> None:
-        """The remote lost pack *name*: its chunks are to be sent again."""
+        """The remote lost pack *name*: its chunks are to be sent again, and so are deltas against them."""
         with self._catalog.transaction() as db:
+            db.execute(
+                "DELETE FROM packed WHERE base IN"
+                " (SELECT chunk FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?))",
+                (name,),
+            )
             db.execute("DELETE FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?)", (name,))
             db.execute("DELETE FROM pack WHERE name = ?", (name,))
 

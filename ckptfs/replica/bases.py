@@ -1,0 +1,121 @@
+"""Which earlier chunk a chunk may be told as a difference to: the same piece of the same tensor of an earlier member of
+its series.
+
+Depth one: a delta is against a *keyframe*, a chunk that was sent whole; so a restore costs one hop at most, and what
+is deleted or evicted takes nothing else with it (the remote keeps what a manifest names, bases included). A keyframe
+stays while its deltas are cheaper than the average of all that it began, itself included: the least bytes a member if
+deltas grow with their distance. Whether a chunk becomes a delta at all, a sample decides while it is packed.
+
+Series are told by where a file lies: its path without the numbers in its directories. `checkpoint-200/optimizer.pt`
+goes on what `checkpoint-100/optimizer.pt` began, and not what another rank's file did. Where that finds nothing, the
+tensor's name alone counts: files of one directory that are numbered themselves, a pretrained model that is fine-tuned
+elsewhere. A name that means something else there costs a sample, and no byte.
+
+Who calls: the task that plans uploads, on the event loop.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptfs.encoding.manifest import Chunk, Content, TensorSpan
+from ckptfs.encoding.pack import PackedChunk
+from ckptfs.ids import ChunkId, ImageId, digest
+from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.keyframes import Keyframe, Keyframes
+from ckptfs.local.catalog.packs import Packs
+
+Keys = tuple[bytes, ...]
+Place = tuple[ImageId, int]
+
+MIN_BYTES = 16 << 10
+"""A smaller chunk is no piece of a tensor that counts."""
+_KEY_BYTES = 16
+_NUMBER = re.compile(rb"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a chunk may be told as a difference to."""
+
+    keyframe: Keyframe
+    places: tuple[Place, ...]
+    """Where on this disk its bytes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """A chunk's place in its series."""
+
+    keys: Keys
+    """By path and tensor, and by tensor."""
+    base: Base | None
+
+
+class Bases:
+    """Finds bases, and remembers what was sent as what."""
+
+    def __init__(self, contents: Contents, packs: Packs, keyframes: Keyframes) -> None:
+        self._contents = contents
+        self._packs = packs
+        self._keyframes = keyframes
+
+    def find(self, chunks: Collection[tuple[Chunk, Keys]]) -> dict[ChunkId, Kin]:
+        """The kin of *chunks*, less those without keys. For some hundred at once: they are looked up one by one."""
+        keyframes = self._keyframes.find([key for _, found in chunks for key in found])
+        needed_whole = self._packs.bases_among(chunk.id for chunk, _ in chunks)  # a keyframe whose pack was lost
+        return {
+            chunk.id: Kin(found, None if chunk.id in needed_whole else self._base(chunk, found, keyframes))
+            for chunk, found in chunks
+            if found
+        }
+
+    def sent(self, kin: Mapping[ChunkId, Kin], rows: tuple[PackedChunk, ...]) -> None:
+        """These chunks were acknowledged as *rows* say."""
+        found: list[tuple[bytes, Keyframe]] = []
+        for row in rows:
+            each = kin.get(row.id)
+            if each is None:
+                continue
+            if row.base is None:
+                keyframe = Keyframe(row.id, row.raw_length, row.length, 1)
+            elif each.base is not None:
+                before = each.base.keyframe
+                keyframe = Keyframe(row.base, row.raw_length, before.stored + row.length, before.count + 1)
+            else:
+                continue
+            found += ((key, keyframe) for key in each.keys)
+        if found:
+            self._keyframes.record(found)
+
+    def _base(self, chunk: Chunk, keys: Keys, keyframes: Mapping[bytes, Keyframe]) -> Base | None:
+        for key in keys:
+            keyframe = keyframes.get(key)
+            if keyframe is None or keyframe.length != chunk.length or keyframe.chunk == chunk.id:
+                continue
+            places = tuple((each.image, each.offset) for each in self._contents.locations(keyframe.chunk))
+            if places:
+                return Base(keyframe, places)
+        return None
+
+
+def keys(content: Content, path: bytes) -> Iterator[Keys]:
+    """For each chunk of a file at *path* its keys, most telling first; none for what is no piece of a tensor."""
+    tensors = sorted((tensor for tensor in content.tensors if tensor.end > tensor.start), key=lambda each: each.start)
+    starts = [tensor.start for tensor in tensors]
+    above, _, name = path.rpartition(b"/")
+    series = _NUMBER.sub(b"#", above) + b"/" + name
+    for chunk, offset in zip(content.chunks, content.offsets(), strict=True):
+        at = bisect_right(starts, offset) - 1
+        if chunk.dtype is None or chunk.length < MIN_BYTES or at < 0 or offset + chunk.length > tensors[at].end:
+            yield ()
+            continue
+        piece = _piece(tensors[at], offset, chunk.length)
+        yield digest(series + b"\0" + piece)[:_KEY_BYTES], digest(piece)[:_KEY_BYTES]
+
+
+def _piece(tensor: TensorSpan, offset: int, length: int) -> bytes:
+    return repr((tensor.name, tensor.dtype, tensor.shape, offset - tensor.start, length)).encode(errors="replace")
