@@ -1,10 +1,11 @@
-"""What an ordinary directory of checkpoints would take here, found by cutting, hashing and encoding it. Imports nothing.
+"""What an ordinary directory of checkpoints would take here, found by cutting, hashing and encoding it. Moves nothing.
 
 A sample is of tensors' pieces: the same piece of the same tensor in every state of a series is in it, or in none, so
 that what repeats from state to state is found at its true rate without reading the rest. What repeats under another
 name (tied weights) is missed at the rate of the sample. Files cut by content are read whole, and encoded by sample.
 
-Deltas are tried against the last state in which the piece was stored whole: deltas of deltas are never stored.
+Deltas are tried as `replica.bases` finds bases for them: against a state in which the piece was stored whole, for as
+long as they are cheaper than the average of what that began.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from blake3 import blake3
 
 from ckptfs.config import Tuning, usable_cores
 from ckptfs.encoding.codec import delta_shares, encode, encode_delta
@@ -34,8 +33,10 @@ SAMPLED_BYTES = 4 << 30
 
 _BATCH_BYTES = 32 << 20
 """Raw bytes in memory at once; as much again for what they are compared with."""
-_WORTH = 0.97
-"""A delta is taken below this share of the bytes without: it costs twice the time to decode."""
+_DELTA_GAIN = 0.97
+"""As in `background.packing`: a delta is taken up to this share of what is taken without."""
+_DELTA_MIN_BYTES = 16 << 10
+"""As in `replica.bases`."""
 
 Tell = Callable[[int, int], None]
 """Called now and then with how many bytes were passed, of how many."""
@@ -105,17 +106,17 @@ class _Wanted(NamedTuple):
     """A piece to be looked at."""
 
     piece: Piece
-    key: bytes | None
-    """What is the same piece in another state; None for one that has no name."""
+    keys: tuple[bytes, ...]
+    """What the same piece has in another state: with its file's name in the series, and without; none of no tensor."""
 
 
-class _Whole(NamedTuple):
-    """Where a piece was stored whole last."""
+class _Keyframe(NamedTuple):
+    """Where a piece was stored whole last, and what that took together with the deltas since."""
 
     path: str
     offset: int
-    length: int
-    dtype: str | None
+    encoded_bytes: int
+    chunks: int
 
 
 def estimate(
@@ -171,7 +172,7 @@ class _Work:
         self._total = total
         self._passed = 0
         self._seen: set[bytes] = set()
-        self._whole: dict[bytes, _Whole] = {}
+        self._keyframes: dict[bytes, _Keyframe] = {}
         self._threads = ThreadPoolExecutor(usable_cores(), "estimate")
 
     def close(self) -> None:
@@ -200,14 +201,14 @@ class _Work:
         spans = data_spans(fd, file.size)
         batch: list[_Wanted] = []
         waiting = 0
-        name = _Names(file, tensors)
+        names = _Names(file, tensors)
         for piece in pieces(file.size, tensors, spans, self._tuning, source.read):
             length = piece.end - piece.start
             found.data_bytes += length
             self._passed += length
-            key = name.of(piece)
-            if not tensors or self._is_sampled(key or b"%d" % piece.start):
-                batch.append(_Wanted(piece, key))
+            keys = names.of(piece)
+            if not tensors or self._is_sampled(keys[-1] if keys else b"%d" % piece.start):
+                batch.append(_Wanted(piece, keys))
                 waiting += length
             if waiting >= _BATCH_BYTES:
                 self._look(file, source, batch, found, is_opaque=not tensors)
@@ -216,7 +217,7 @@ class _Work:
         self._look(file, source, batch, found, is_opaque=not tensors)
 
     def _is_sampled(self, key: bytes) -> bool:
-        return self._share >= 1 or int.from_bytes(blake3(key).digest(4), "little") < self._share * (1 << 32)
+        return self._share >= 1 or int.from_bytes(digest(key)[:4], "little") < self._share * (1 << 32)
 
     def _look(
         self, file: _File, source: FileSource, batch: Sequence[_Wanted], found: Estimate, *, is_opaque: bool
@@ -227,7 +228,7 @@ class _Work:
             data = source.read(wanted.piece.start, wanted.piece.end - wanted.piece.start)
             return data, digest(data)
 
-        fresh: list[tuple[_Wanted, bytes, _Whole | None]] = []
+        fresh: list[tuple[_Wanted, bytes, _Keyframe | None]] = []
         for wanted, (data, name) in zip(batch, self._threads.map(read, batch), strict=True):
             if is_opaque and not self._is_sampled(name):
                 continue
@@ -236,14 +237,17 @@ class _Work:
                 continue
             self._seen.add(name)
             found.distinct_bytes += len(data)
-            base = self._whole.get(wanted.key) if wanted.key is not None else None
-            fresh.append((wanted, data, base))
+            keyframes = (self._keyframes[key] for key in wanted.keys if key in self._keyframes)
+            fresh.append((wanted, data, next(keyframes, None)))
         sizes = self._threads.map(lambda each: _encoded(each[1], each[0].piece.dtype, each[2]), fresh)
-        for (wanted, data, _), (alone, delta) in zip(fresh, sizes, strict=True):
+        for (wanted, _, before), (alone, delta) in zip(fresh, sizes, strict=True):
             found.compressed_bytes += alone
             found.delta_bytes += alone if delta is None else delta
-            if wanted.key is not None and delta is None:
-                self._whole[wanted.key] = _Whole(file.path, wanted.piece.start, len(data), wanted.piece.dtype)
+            if delta is None or before is None:
+                keyframe = _Keyframe(file.path, wanted.piece.start, alone, 1)
+            else:
+                keyframe = before._replace(encoded_bytes=before.encoded_bytes + delta, chunks=before.chunks + 1)
+            self._keyframes.update(dict.fromkeys(wanted.keys, keyframe))
 
 
 class _Names:
@@ -255,30 +259,30 @@ class _Names:
         self._tensors = tensors
         self._starts = [tensor.start for tensor in tensors]
 
-    def of(self, piece: Piece) -> bytes | None:
-        """None for what is not all of one tensor: its bytes may be others' in another state."""
+    def of(self, piece: Piece) -> tuple[bytes, ...]:
+        """Nothing for what is not all of one tensor: its bytes may be others' in another state."""
         at = bisect_right(self._starts, piece.start) - 1
-        if at < 0 or piece.dtype is None or piece.end > self._tensors[at].end:
-            return None
+        length = piece.end - piece.start
+        if at < 0 or piece.dtype is None or piece.end > self._tensors[at].end or length < _DELTA_MIN_BYTES:
+            return ()
         tensor = self._tensors[at]
-        name = tensor.name.encode(errors="surrogatepass")
-        return b"\0".join((self._file, name, b"%d" % (piece.start - tensor.start)))
+        name = repr((tensor.name, tensor.dtype, tensor.shape, piece.start - tensor.start, length)).encode()
+        return digest(self._file + b"\0" + name), digest(name)
 
 
-def _encoded(data: bytes, dtype: str | None, base: _Whole | None) -> tuple[int, int | None]:
-    """Bytes of *data* compressed, and as a delta against *base* where that is worth it."""
+def _encoded(data: bytes, dtype: str | None, keyframe: _Keyframe | None) -> tuple[int, int | None]:
+    """Bytes of *data* compressed, and as a delta against *keyframe* where it would be stored as one."""
     alone = len(encode(data, dtype)[1])
-    if base is None or base.length != len(data) or base.dtype != dtype:
+    if keyframe is None:
         return alone, None
     try:
-        with open(base.path, "rb", buffering=0) as file:
-            other = os.pread(file.fileno(), base.length, base.offset)
+        with open(keyframe.path, "rb", buffering=0) as file:
+            base = os.pread(file.fileno(), len(data), keyframe.offset)
     except OSError:
         return alone, None
-    if len(other) != len(data):
+    if len(base) != len(data):  # the file was changed meanwhile
         return alone, None
-    without, delta = delta_shares(data, other, dtype)
-    if delta >= _WORTH * without:
+    whole, delta = delta_shares(data, base, dtype)
+    if delta > _DELTA_GAIN * whole or delta * len(data) >= keyframe.encoded_bytes / keyframe.chunks:
         return alone, None
-    found = len(encode_delta(data, other, dtype)[1])
-    return alone, found if found < alone else None
+    return alone, len(encode_delta(data, base, dtype)[1])

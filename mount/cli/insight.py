@@ -1,9 +1,11 @@
-"""`ckptfs du`: what files, directories and series take."""
+"""`ckptfs du`, `diff`, `inspect` and `estimate`: what is in checkpoints, what they take, and how they differ."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.client import Place, ask
-from ckptfs.errors import CkptfsError, NameMissing
+from ckptfs.errors import CkptfsError, NameMissing, NotDirectory
 
-from .output import JSON, files, print_table, shown, size
+from .output import JSON, SHARE, files, print_table, shown, size
 from .repairing import find_store
 from .waiting import Waiting
 
 if TYPE_CHECKING:
     from ckptfs.insight.accounting import Usage
+    from ckptfs.insight.comparing import Comparison, Difference
+    from ckptfs.insight.estimating import Estimates
+    from ckptfs.insight.inspecting import FileView
     from ckptfs.insight.usage import Series, UsageReport
 
 _ASKED_AT_ONCE = 1000
@@ -66,6 +71,98 @@ def du(path: str, each_file: bool, picture: str | None, as_json: bool) -> None:
         _tell_usage(path, report)
 
 
+@click.command()
+@click.argument("before")
+@click.argument("after")
+@click.option("--all", "every", is_flag=True, help="List what is identical, too.")
+@JSON
+def diff(before: str, after: str, every: bool, as_json: bool) -> None:
+    """How AFTER differs from BEFORE, tensor by tensor: files or directories, in any mix of formats, anywhere.
+
+    equal: the share of elements that are the same. moved: the norm of the difference over the norm before. compressed
+    and delta: about what the changed parts would take on the remote, without and with a delta against BEFORE.
+    """
+    from ckptfs.insight.comparing import compare
+
+    for path in (before, after):
+        _learn_about(path)
+    with Waiting("comparing", quiet=as_json) as waiting:
+        found = compare(before, after, _bytes_teller(waiting))
+    if as_json:
+        click.echo(json.dumps({"before": before, "after": after, **found.document()}, indent=1))
+        return
+    listed = [each for each in found.differences if every or each.state != "identical"]
+    if listed:
+        columns = ("tensor", "dtype", "shape", "bytes", "state", "equal", "moved", "compressed", "delta")
+        print_table(columns, [_difference_cells(each) for each in listed])
+        click.echo()
+    if found.prefix:
+        click.echo(f"Names match without {found.prefix!r} in front of them.")
+    click.echo(_summary(found) or f"{before} and {after}: nothing in them")
+
+
+@click.command()
+@click.argument("path", metavar="FILE")
+@click.option("--chunks", "list_chunks", is_flag=True, help="List its chunks, too.")
+@JSON
+def inspect(path: str, list_chunks: bool, as_json: bool) -> None:
+    """What is in FILE: its tensors and chunks, and where they are; outside a mount, how it would be cut."""
+    from ckptfs.insight.inspecting import inspect as inspect_file
+
+    _learn_about(path)
+    found = inspect_file(path)
+    if as_json:
+        click.echo(json.dumps({"path": path, **found.document()}, indent=1))
+        return
+    _tell_file(path, found)
+    if found.tensors:
+        click.echo()
+        columns = ("tensor", "dtype", "shape", "offset", "bytes", "chunks", "where", "encoded")
+        print_table(columns if found.is_sealed else columns[:6], [
+            (each.name or "-", each.dtype, _shape(each.shape), str(each.offset), size(each.size_bytes),
+             str(each.chunks), *((each.where or "-", _or_dash(each.encoded_bytes)) if found.is_sealed else ()))
+            for each in found.tensors
+        ])  # fmt: skip
+    if list_chunks and found.chunks:
+        click.echo()
+        headings = ("chunk", "offset", "bytes", "dtype", "where", "codec", "encoded")
+        print_table(headings if found.is_sealed else headings[:4], [
+            ((each.digest or "-")[:16], str(each.offset), size(each.size_bytes), each.dtype or "-",
+             *((each.where or "-", each.codec or "-", _or_dash(each.encoded_bytes)) if found.is_sealed else ()))
+            for each in found.chunks
+        ])  # fmt: skip
+
+
+@click.command()
+@click.argument("directory")
+@click.option("--sample", type=SHARE, metavar="SHARE", help="Look at this share, such as 10% [about 4 GiB].")
+@JSON
+def estimate(directory: str, sample: float | None, as_json: bool) -> None:
+    """What the checkpoints in DIRECTORY would take if they had been saved in a mount: per series, with each chunk once,
+    compressed, and with deltas. Reads them; imports and changes nothing."""
+    from ckptfs.insight.estimating import estimate as estimate_directory
+
+    if not os.path.isdir(directory):
+        raise NotDirectory(f"{directory}: no such directory")
+    with Waiting("estimating", quiet=as_json) as waiting:
+        found = estimate_directory(directory, sample, tell=_bytes_teller(waiting))
+    if as_json:
+        click.echo(json.dumps({"path": directory, **found.document()}, indent=1))
+    else:
+        _tell_estimates(directory, found)
+    for each in found.skipped:
+        click.echo(f"skipped: {each}", err=True)
+
+
+def _learn_about(path: str) -> None:
+    """As `_learn`, where *path* is in a mount."""
+    from ckptfs.insight.sealed import place_of
+
+    place = place_of(path)
+    if place is not None and os.path.exists(path):
+        _learn(place)
+
+
 def _learn(place: Place) -> None:
     """Have the daemon look up what at or below *place* only the remote knows; what cannot be had is said on stderr."""
     from ckptfs.insight.usage import unlearned
@@ -95,6 +192,93 @@ def _teller(waiting: Waiting) -> Any:
         waiting.show({"pending_files": of - done, "pending_bytes": 0, "sent_bytes": 0, "last_error": None})
 
     return tell
+
+
+def _bytes_teller(waiting: Waiting) -> Any:
+    started_s = time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        elapsed_s = time.monotonic() - started_s
+        eta_s = (of - done) * elapsed_s / done if done and elapsed_s > 1 else None
+        report = {"pending_files": 0, "pending_bytes": of - done, "sent_bytes": done, "eta_s": eta_s}
+        waiting.show({**report, "last_error": None})
+
+    return tell
+
+
+def _difference_cells(each: Difference) -> Sequence[str]:
+    name = shown(each.file) if each.name is None else each.name or shown(each.file) or "-"
+    dtype, shape = each.dtype, _shape(each.shape)
+    if each.was is not None:
+        dtype = dtype if each.was[0] == dtype else f"{each.was[0]} > {dtype}"
+        shape = shape if each.was[1] == each.shape else f"{_shape(each.was[1])} > {shape}"
+    return (
+        name,
+        "-" if each.name is None else dtype,
+        "-" if each.name is None else shape,
+        size(each.size_bytes),
+        each.state,
+        _percent(each.equal),
+        "-" if each.moved is None else f"{each.moved:.2e}" if each.moved else "0",
+        _or_dash(each.encoded_bytes),
+        _or_dash(each.delta_bytes),
+    )
+
+
+def _summary(found: Comparison) -> str:
+    """How many of each kind; "" when there is nothing at all."""
+    said = []
+    for state in ("identical", "changed", "new", "gone"):
+        chosen = [each for each in found.differences if each.state == state]
+        if chosen:
+            said.append(f"{len(chosen)} {state} ({size(sum(each.size_bytes for each in chosen))})")
+    changed = [each for each in found.differences if each.delta_bytes is not None]
+    if changed:
+        compressed, delta = (sum(getattr(each, f"{kind}_bytes") for each in changed) for kind in ("encoded", "delta"))
+        said.append(f"what changed takes about {size(compressed)} compressed, {size(delta)} as deltas")
+    return ", ".join(said)
+
+
+def _tell_file(path: str, found: FileView) -> None:
+    holes = f", {size(found.hole_bytes)} of it holes" if found.hole_bytes else ""
+    cut = f"{len(found.chunks)} chunks" if len(found.chunks) != 1 else "1 chunk"
+    tensors = f"{len(found.tensors)} tensors" if len(found.tensors) != 1 else "1 tensor"
+    click.echo(f"{path}: {size(found.size_bytes)}{holes}; {tensors}, {cut}")
+    if not found.is_sealed:
+        click.echo("Not sealed in a mount: this is how it would be cut.")
+        return
+    counts = Counter(each.codec for each in found.chunks if each.codec is not None)
+    codecs = ", ".join(f"{count} {codec}" for codec, count in counts.most_common())
+    click.echo(f"where: {found.where or '-'}" + (f"; encoded {size(found.encoded_bytes)} ({codecs})" if codecs else ""))
+
+
+def _tell_estimates(directory: str, found: Estimates) -> None:
+    rows = [each.document() for each in found.series]
+    if not rows:
+        click.echo(f"{directory}: no files in it")
+        return
+    columns = ("logical_bytes", "deduplicated_bytes", "compressed_bytes", "delta_bytes")
+    totals = [sum(row[column] for row in rows) for column in columns]
+
+    def cells(sizes: Sequence[int]) -> list[str]:
+        return [size(sizes[0]), *(f"{size(each)} {_share(each, sizes[0]):>6}" for each in sizes[1:])]
+
+    print_table(
+        ("series", "files", "states", "logical", "each chunk once", "+ compressed", "+ deltas"),
+        [
+            (
+                "(no series)" if each.pattern is None else shown(each.pattern),
+                str(each.files),
+                "-" if each.pattern is None else str(len(each.states)),
+                *cells([row[column] for column in columns]),
+            )
+            for each, row in zip(found.series, rows, strict=True)
+        ],
+        total=("together", str(sum(each.files for each in found.series)), "", *cells(totals)),
+    )
+    if found.share < 1:
+        looked = size(sum(each.sampled_bytes for each in found.series))
+        click.echo(f"\nEstimated from {found.share:.1%} of the tensors ({looked}); --sample 100% looks at all.")
 
 
 def _tell_usage(path: str, report: UsageReport) -> None:
@@ -145,6 +329,21 @@ def _name(path: bytes, kind: str) -> str:
 def _cells(usage: Usage) -> Sequence[str]:
     sizes = (usage.logical, usage.unique, usage.shared, usage.local, usage.remote, usage.encoded)
     return (str(usage.files), *map(size, sizes))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _or_dash(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else size(size_bytes)
+
+
+def _percent(share: float | None) -> str:
+    """Never 100 % of what is not all."""
+    if share is None:
+        return "-"
+    return f"{min(share, 0.9999) if share < 1 else 1.0:.2%}"
 
 
 def _share(part: float, whole: float) -> str:

@@ -49,11 +49,28 @@ class Size(_IntType):
         return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
+class Share(_ParamType):
+    """A share: 0.1 or 10%."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 < share <= 1:
+            self.fail(f"{value!r} is no share; write 0.1 or 10%", param, ctx)
+        return share
+
+
 _WIDE = 10_000
 """Columns of a terminal on which no table is cut."""
 
 DURATION = Duration()
 SIZE = Size()
+SHARE = Share()
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document on stdout.")
 
