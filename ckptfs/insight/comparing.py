@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,20 +113,21 @@ def _parts(top: str) -> list[_Part]:
     """What lies in *top*: tensors in file order, files by path."""
     found: list[_Part] = []
     for path, file in files_below(top):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            source = FileSource(fd)
-            tensors = recognise(source)
-        finally:
-            os.close(fd)
+        size = os.stat(path).st_size
         known = sealed(path)
-        if known is not None and known.content.size != source.size:  # written anew meanwhile
-            known = None
+        if known is not None and known.content.size == size:
+            tensors = [Tensor(*each) for each in map(astuple, known.content.tensors)]
+        else:
+            known, tensors = None, _recognised(path)
         found += [_Part(path, file, tensor, False, known) for tensor in tensors]
         if not tensors:
-            whole = Tensor("", UNKNOWN, (source.size,), 0, source.size)
-            found.append(_Part(path, file, whole, True, known))
+            found.append(_Part(path, file, Tensor("", UNKNOWN, (size,), 0, size), True, known))
     return found
+
+
+def _recognised(path: str) -> list[Tensor]:
+    with open(path, "rb", buffering=0) as file:
+        return recognise(FileSource(file.fileno()))
 
 
 def files_below(top: str) -> Iterator[tuple[str, bytes]]:
