@@ -11,12 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
 from ckptfs.config import Tuning
 from ckptfs.encoding.canonical import object_id, seal_object
-from ckptfs.encoding.codec import encode
+from ckptfs.encoding.codec import encode, encode_delta
 from ckptfs.encoding.keys import manifest_key, pack_key
 from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, encode_manifest
 from ckptfs.encoding.pack import PackBuilder
@@ -112,6 +113,27 @@ class Disk:
         name = object_id(body)
         self.remote.objects[manifest_key(name)] = seal_object(body)
         return self.contents.add_manifest(size=len(data), body=None, digest=name)
+
+    def publish_delta(self, data: bytes, base: bytes, *, chain: bool = False) -> tuple[int, str, str]:
+        """A file of one chunk, as its difference to *base*, which lies in another pack; with *chain* as a delta too.
+
+        Gives the manifest row and the keys of the packs, that of the base last.
+        """
+        keys = []
+        placed: list[Placed] = []
+        for raw, against in ((base, bytes(len(base)) if chain else None), (data, base)):
+            builder = PackBuilder()
+            codec, encoded = encode(raw, "float32") if against is None else encode_delta(raw, against, "float32")
+            builder.add(ChunkId(digest(raw)), len(raw), codec, encoded, ChunkId(digest(base)) if raw is data else None)
+            name, body, (row,) = builder.finish()
+            keys.append(pack_key(name))
+            self.remote.objects[keys[-1]] = bytes(body)
+            placed.append(Placed(name, row.offset, row.length, row.codec, row.base))
+        content = Content(len(data), (), (Chunk(ChunkId(digest(data)), len(data), "float32"),))
+        body = encode_manifest(Manifest(content, (placed[1],), {ChunkId(digest(base)): placed[0]}))
+        name = object_id(body)
+        self.remote.objects[manifest_key(name)] = seal_object(body)
+        return self.contents.add_manifest(size=len(data), body=None, digest=name), keys[1], keys[0]
 
     async def sparse(self, manifest: int) -> tuple[Image, Content]:
         """An image of the file with none of its bytes."""
@@ -309,6 +331,55 @@ def test_another_pack_makes_up_for_a_missing_one(disk: Disk, caplog: pytest.LogC
     with caplog.at_level(logging.ERROR):
         run(disk, test)
     assert pack_key(digest(b"gone")) in caplog.text  # type: ignore[arg-type]
+
+
+def test_a_delta_comes_with_its_base(disk: Disk) -> None:
+    """In two requests, without anybody's knowing of the base before; from this disk when it is there."""
+    base = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    data = (base * np.float32(1.001)).tobytes()
+    row, key, base_key = disk.publish_delta(data, base.tobytes())
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        assert os.pread(image.fd, len(data), 0) == data
+        assert [each for each, _ in disk.gets()] == [key, base_key]
+        donor = disk.images.create()
+        disk.open.append(donor)
+        os.pwrite(donor.fd, base.tobytes(), 0)
+        disk.contents.add_image(donor.id, whole=True)
+        disk.contents.add_locations(donor.id, [(digest(base.tobytes()), 0, base.nbytes)])
+        again, _ = await disk.sparse(row)
+        assert await disk.hydrator.read(again, content, 0, content.size) == data
+        assert [each for each, _ in disk.gets()] == [key, base_key, key]
+
+    run(disk, test)
+
+
+@pytest.mark.parametrize("fault", ["base gone", "base damaged", "delta damaged", "chain"])
+def test_a_delta_without_its_base_is_an_error(disk: Disk, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+    """At once, and never other bytes."""
+    base = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    data = (base * np.float32(1.001)).tobytes()
+    row, key, base_key = disk.publish_delta(data, base.tobytes(), chain=fault == "chain")
+    if fault == "base gone":
+        del disk.remote.objects[base_key]
+    elif fault != "chain":
+        which = base_key if fault == "base damaged" else key
+        body = bytearray(disk.remote.objects[which])
+        body[200] ^= 1
+        disk.remote.objects[which] = bytes(body)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        started = trio.current_time()
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.read(image, content, 0, content.size)
+        assert trio.current_time() - started < 1.0
+
+    with caplog.at_level(logging.ERROR):
+        run(disk, test)
+    assert (base_key if fault == "base gone" else key) in caplog.text
 
 
 def test_a_missing_object_is_told_at_once(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
