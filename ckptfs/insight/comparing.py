@@ -18,7 +18,7 @@ from ckptfs.config import Tuning, usable_cores
 from ckptfs.encoding.codec import delta_shares
 from ckptfs.formats.base import BITS, UNKNOWN, FileSource, Tensor, read_exactly
 from ckptfs.formats.recognise import recognise
-from ckptfs.insight.elements import element_bytes, values
+from ckptfs.insight.elements import Floats, element_bytes, values
 from ckptfs.insight.matching import Named, match
 from ckptfs.insight.sealed import Sealed, sealed
 
@@ -26,6 +26,9 @@ IDENTICAL, CHANGED, NEW, GONE = "identical", "changed", "new", "gone"
 
 _PIECE_BYTES = Tuning().piece_bytes
 """What is compared, and encoded for a try, at once: as long as the chunks that a delta would be made of."""
+
+_BLOCK_ELEMENTS = 16 << 10
+"""Numbers at once: fresh memory for a whole piece of float64 costs as much as looking at it."""
 
 Tell = Callable[[int, int], None]
 """Called now and then with how many bytes were compared, of how many."""
@@ -250,25 +253,45 @@ def _pieces(old: _Part, new: _Part, threads: ThreadPoolExecutor) -> Iterator[_Su
 def _look(old: bytes, old_dtype: str, new: bytes, new_dtype: str) -> _Sums:
     """What there is to say of two pieces of as many elements."""
     found = _Sums()
-    before, after = values(old, old_dtype), values(new, new_dtype)
-    if before is None or after is None:
-        found.are_numbers = False
-    else:
-        finite = np.isfinite(before) & np.isfinite(after)
-        found.elements = len(after)
-        found.differing = int(np.count_nonzero((before != after) & ~(np.isnan(before) & np.isnan(after))))
-        before, after = np.where(finite, before, 0), np.where(finite, after, 0)
-        with np.errstate(over="ignore"):
-            found.squares = float(np.dot(before, before))
-            after -= before
-            found.squares_moved = float(np.dot(after, after))
+    widths = element_bytes(old_dtype), element_bytes(new_dtype)
+    views = memoryview(old), memoryview(new)
+    for at in range(0, len(new) // widths[1], _BLOCK_ELEMENTS):
+        before, after = (
+            values(view[at * width : (at + _BLOCK_ELEMENTS) * width], dtype)
+            for view, width, dtype in zip(views, widths, (old_dtype, new_dtype), strict=True)
+        )
+        if before is None or after is None:
+            found.are_numbers = False
+            break
+        _measure(found, before, after, counts=old_dtype != new_dtype)
     if old_dtype == new_dtype:  # equal then means the same bits
-        found.elements, found.differing = _differing(old, new, element_bytes(new_dtype))
+        found.elements, found.differing = _differing(old, new, widths[1])
         if found.differing:
             alone, delta = delta_shares(new, old, new_dtype if new_dtype != UNKNOWN else None)
             found.encoded = alone * len(new)
             found.delta = min(alone, delta) * len(new)
     return found
+
+
+def _measure(found: _Sums, before: Floats, after: Floats, *, counts: bool) -> None:
+    """Add the squares, and with *counts* how many values differ, to *found*."""
+    if counts:
+        found.elements += len(after)
+        found.differing += int(np.count_nonzero((before != after) & ~(np.isnan(before) & np.isnan(after))))
+    with np.errstate(all="ignore"):
+        moved = after - before
+        squares, squares_moved = _squares(before), _squares(moved)
+        if not math.isfinite(squares + squares_moved):  # rare, and so not looked for in each element
+            finite = np.isfinite(before) & np.isfinite(after)
+            before, moved = np.where(finite, before, 0), np.where(finite, moved, 0)
+            squares, squares_moved = _squares(before), _squares(moved)
+    found.squares += squares
+    found.squares_moved += squares_moved
+
+
+def _squares(numbers: Floats) -> float:
+    """Their sum. Not by `np.dot`: BLAS has threads of its own, which wait for each other beside ours."""
+    return float(np.einsum("i,i", numbers, numbers))
 
 
 def _differing(old: bytes, new: bytes, width: int) -> tuple[int, int]:

@@ -6,8 +6,9 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,11 @@ from ckptfs.local.images import Images
 from ckptfs.series import series_member
 
 FILE, DIRECTORY = "file", "directory"
+
+_BATCH_ROWS = 1 << 16
+"""Rows that are objects at once: millions of them would take a hundred times what is kept of them."""
+
+T = TypeVar("T")
 
 Tell = Callable[[int, int], None]
 """Called now and then with how many file versions were read, of how many."""
@@ -184,14 +190,20 @@ class _Ledger:
             seen.add(file.ino)
 
     def chunks(self) -> Chunks:
-        packed = list(self._survey.packed())
-        here = keys_of(row[0] for row in self._survey.here())
-        lengths = np.fromiter((row[1] for row in packed), np.int64, len(packed))
-        remote = [*self._remote, (keys_of(row[0] for row in packed), lengths)]
+        here, packed = list(self._here), list(self._remote)
+        for rows in _batches(self._survey.here()):
+            here.append(keys_of(row[0] for row in rows))
+        for packed_rows in _batches(self._survey.packed()):
+            lengths = np.fromiter((row[1] for row in packed_rows), np.int64, len(packed_rows))
+            packed.append((keys_of(row[0] for row in packed_rows), lengths))
+        empty = keys_of([])
         return Chunks(
             self._versions,
-            np.concatenate([here, *self._here]),
-            (np.concatenate([keys for keys, _ in remote]), np.concatenate([each for _, each in remote])),
+            np.concatenate([empty, *here]),
+            (
+                np.concatenate([empty, *(keys for keys, _ in packed)]),
+                np.concatenate([np.empty(0, np.int64), *(lengths for _, lengths in packed)]),
+            ),
         )
 
     def _read(self, file: SurveyedFile) -> tuple[Keys, Bytes]:
@@ -211,6 +223,11 @@ class _Ledger:
             keys_of(chunk.id for chunk in content.chunks),
             np.fromiter((chunk.length for chunk in content.chunks), np.int64, len(content.chunks)),
         )
+
+
+def _batches(rows: Iterator[T]) -> Iterator[list[T]]:
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        yield batch
 
 
 def _as_image(file: SurveyedFile, images: Images) -> SurveyedFile:
