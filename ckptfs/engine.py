@@ -174,7 +174,7 @@ class Engine:
         return await work.run(ino)
 
     async def learn(self, directories: Iterable[Inode], manifests: Iterable[int]) -> list[str]:
-        """Have in the catalog what only the remote knows: names in *directories*, chunk lists and places of *manifests*.
+        """Have in the catalog what only the remote knows: names in *directories*, chunk lists of *manifests*.
 
         Returns why what could not be had is not there. What was removed meanwhile is passed over.
         """

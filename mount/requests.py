@@ -134,7 +134,7 @@ class Requests:
         async def learn() -> list[str]:
             return await self._engine.learn([Inode(each) for each in directories], manifests)
 
-        return {"failures": await self._work(learn, reply)}
+        return {"failures": await self._work(learn, reply)}  # the progress only tells that we live
 
     async def publish(self, request: Request, reply: Reply) -> dict[str, Any]:
         """Cut at once and return when the head is acknowledged."""

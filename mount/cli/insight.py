@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.client import Place, ask
-from ckptfs.errors import CkptfsError, NameMissing, NotDirectory
+from ckptfs.errors import CkptfsError, MountError, NameMissing, NotDirectory, StoreError
 
 from .output import JSON, SHARE, files, print_table, shown, size
 from .repairing import find_store
@@ -155,12 +155,15 @@ def estimate(directory: str, sample: float | None, as_json: bool) -> None:
 
 
 def _learn_about(path: str) -> None:
-    """As `_learn`, where *path* is in a mount."""
+    """As `_learn`, where *path* is in a mount whose store this user may look into. Reading works without."""
     from ckptfs.insight.sealed import place_of
 
     place = place_of(path)
     if place is not None and os.path.exists(path):
-        _learn(place)
+        try:
+            _learn(place)
+        except (MountError, StoreError):
+            return
 
 
 def _learn(place: Place) -> None:

@@ -16,6 +16,12 @@ def open_reader(path: Path) -> sqlite3.Connection:
     While it is open, the catalog's log cannot begin anew: close it before anything slow. Raises StoreError.
     """
     try:
+        os.stat(path)
+    except PermissionError as error:
+        raise StoreError(f"{path.parent}: only the user who mounts this store may look into it") from error
+    except OSError as error:
+        raise StoreError(f"{path} is not a usable catalog: {error.strerror}") from error
+    try:
         db = sqlite3.connect(f"file:{os.fspath(path)}?mode=ro", uri=True, isolation_level=None)
         db.execute("BEGIN")
         (version,) = db.execute("PRAGMA user_version").fetchone()
