@@ -2,7 +2,7 @@
 
 As little as possible is made of names. First the same name in the file of the same path; then the same name anywhere,
 where it is only one (shards are numbered anew, formats differ); then, of what is left, the same name behind one prefix
-(`module.`, `_orig_mod.`, `model.` ...), with the same type and shape, if that explains at least half of it.
+(`module.`, `_orig_mod.`, `model.` ...), with the same shape, if that explains at least half of it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _occurrences(side: Sequence[Named]) -> list[Hashable]:
 def _bare(each: Named, prefix: str) -> Hashable | None:
     if each.name is None:
         return None
-    return each.name.removeprefix(prefix), each.dtype, each.shape
+    return each.name.removeprefix(prefix), each.shape
 
 
 def _best_prefix(before: Sequence[Named], after: Sequence[Named]) -> str:
@@ -87,7 +87,7 @@ def _best_prefix(before: Sequence[Named], after: Sequence[Named]) -> str:
         for each in longer:
             name = each.name or ""
             for at, character in enumerate(name):
-                if character == "." and (name[at + 1 :], each.dtype, each.shape) in bare:
+                if character == "." and (name[at + 1 :], each.shape) in bare:
                     votes[name[: at + 1]] += 1
     if not votes:
         return ""

@@ -85,8 +85,8 @@ class UsageReport:
 
     rows: tuple[Row, ...]
     total: Usage
-    freed: int
-    """Bytes that nothing outside the path needs: what removing all of it would free in the end."""
+    exclusive: int
+    """Bytes that nothing outside the path needs, and so nobody would when it is removed."""
     series: tuple[Series, ...]
     unsealed: int
     """Files that are not cut into chunks yet: all of each counts as unique."""
@@ -99,7 +99,7 @@ class UsageReport:
         return {
             "entries": [row.document() for row in self.rows],
             "total": self.total.document(),
-            "freed_bytes": self.freed,
+            "exclusive_bytes": self.exclusive,
             "series": [each.document() for each in self.series],
             "unsealed_files": self.unsealed,
             "unknown_files": self.unknown,
@@ -129,13 +129,13 @@ def look(store: Path, inside: bytes, *, each_file: bool = False, tell: Tell = la
         listed = [(name, DIRECTORY if stat.S_ISDIR(mode) else FILE) for name, mode in names]
         group_of = {name: number for number, (name, _) in enumerate(listed)}
         labels = [NOWHERE if path is None else group_of[path.partition(b"/")[0]] for path in below]
-    usages, total, freed = chunks.usage(ledger.versions, ledger.sizes, labels, len(listed))
+    usages, total, exclusive = chunks.usage(ledger.versions, ledger.sizes, labels, len(listed))
     rows = tuple(Row(path, kind, usage) for (path, kind), usage in zip(listed, usages, strict=True))
     ours = {file.ino for file, path in zip(ledger.files, below, strict=True) if path is not None}
     return UsageReport(
         rows,
         total,
-        freed,
+        exclusive,
         tuple(_series(ledger, chunks, below)),
         len(ours & ledger.unsealed),
         len(ours & ledger.unknown),

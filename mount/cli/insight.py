@@ -6,9 +6,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from ckptfs.insight.accounting import Usage
     from ckptfs.insight.comparing import Comparison, Difference
     from ckptfs.insight.estimating import Estimates
-    from ckptfs.insight.inspecting import FileView
+    from ckptfs.insight.inspecting import ChunkView, FileView, TensorView
     from ckptfs.insight.usage import Series, UsageReport
 
+Tell = Callable[[int, int], None]
+"""Called with how much is done, of how much."""
+
+_MOMENT_S = 1.0
 _ASKED_AT_ONCE = 1000
 """Directories or chunk lists that the daemon looks up in one request."""
 
@@ -56,9 +60,9 @@ def du(path: str, each_file: bool, picture: str | None, as_json: bool) -> None:
         try:
             if isinstance(found, Place):
                 _learn(found)
-                report = usage.look(found.store, found.inside, each_file=each_file, tell=_teller(waiting))
+                report = usage.look(found.store, found.inside, each_file=each_file, tell=_files_teller(waiting))
             else:
-                report = usage.look(found, b"/", each_file=each_file, tell=_teller(waiting))
+                report = usage.look(found, b"/", each_file=each_file, tell=_files_teller(waiting))
         except NameMissing as error:
             raise NameMissing(f"{path}: no such file or directory") from error
     if picture is not None:
@@ -93,8 +97,11 @@ def diff(before: str, after: str, every: bool, as_json: bool) -> None:
         return
     listed = [each for each in found.differences if every or each.state != "identical"]
     if listed:
-        columns = ("tensor", "dtype", "shape", "bytes", "state", "equal", "moved", "compressed", "delta")
-        print_table(columns, [_difference_cells(each) for each in listed])
+        several = len({each.file for each in found.differences}) > 1
+        columns = ("file", "tensor", "dtype", "shape", "bytes", "state", "equal", "moved", "compressed", "delta")
+        rows = [_difference_cells(each) for each in listed]
+        words = ("tensor", "dtype", "shape", "state")
+        print_table(columns[not several :], [row[not several :] for row in rows], words=words)
         click.echo()
     if found.prefix:
         click.echo(f"Names match without {found.prefix!r} in front of them.")
@@ -118,19 +125,15 @@ def inspect(path: str, list_chunks: bool, as_json: bool) -> None:
     if found.tensors:
         click.echo()
         columns = ("tensor", "dtype", "shape", "offset", "bytes", "chunks", "where", "encoded")
-        print_table(columns if found.is_sealed else columns[:6], [
-            (each.name or "-", each.dtype, _shape(each.shape), str(each.offset), size(each.size_bytes),
-             str(each.chunks), *((each.where or "-", _or_dash(each.encoded_bytes)) if found.is_sealed else ()))
-            for each in found.tensors
-        ])  # fmt: skip
+        rows = [_tensor_cells(each) for each in found.tensors]
+        shown_of = len(columns) if found.is_sealed else columns.index("where")
+        print_table(columns[:shown_of], [row[:shown_of] for row in rows], words=("dtype", "shape", "where"))
     if list_chunks and found.chunks:
         click.echo()
         headings = ("chunk", "offset", "bytes", "dtype", "where", "codec", "encoded")
-        print_table(headings if found.is_sealed else headings[:4], [
-            ((each.digest or "-")[:16], str(each.offset), size(each.size_bytes), each.dtype or "-",
-             *((each.where or "-", each.codec or "-", _or_dash(each.encoded_bytes)) if found.is_sealed else ()))
-            for each in found.chunks
-        ])  # fmt: skip
+        cells = [_chunk_cells(each) for each in found.chunks]
+        shown_of = len(headings) if found.is_sealed else headings.index("where")
+        print_table(headings[:shown_of], [row[:shown_of] for row in cells], words=("dtype", "where", "codec"))
 
 
 @click.command()
@@ -190,33 +193,43 @@ def _learn(place: Place) -> None:
         click.echo(f"warning: not all can be looked up on the remote: {failures[0]}", err=True)
 
 
-def _teller(waiting: Waiting) -> Any:
+def _files_teller(waiting: Waiting) -> Tell:
     def tell(done: int, of: int) -> None:
         waiting.show({"pending_files": of - done, "pending_bytes": 0, "sent_bytes": 0, "last_error": None})
 
-    return tell
+    return _after_a_moment(tell)
 
 
-def _bytes_teller(waiting: Waiting) -> Any:
+def _bytes_teller(waiting: Waiting) -> Tell:
     started_s = time.monotonic()
 
     def tell(done: int, of: int) -> None:
-        elapsed_s = time.monotonic() - started_s
-        eta_s = (of - done) * elapsed_s / done if done and elapsed_s > 1 else None
+        eta_s = (of - done) * (time.monotonic() - started_s) / done if done else None
         report = {"pending_files": 0, "pending_bytes": of - done, "sent_bytes": done, "eta_s": eta_s}
         waiting.show({**report, "last_error": None})
 
-    return tell
+    return _after_a_moment(tell)
+
+
+def _after_a_moment(tell: Tell) -> Tell:
+    """What is done at once needs no progress."""
+    begins_s = time.monotonic() + _MOMENT_S
+
+    def tell_later(done: int, of: int) -> None:
+        if time.monotonic() > begins_s:
+            tell(done, of)
+
+    return tell_later
 
 
 def _difference_cells(each: Difference) -> Sequence[str]:
-    name = shown(each.file) if each.name is None else each.name or shown(each.file) or "-"
     dtype, shape = each.dtype, _shape(each.shape)
     if each.was is not None:
         dtype = dtype if each.was[0] == dtype else f"{each.was[0]} > {dtype}"
         shape = shape if each.was[1] == each.shape else f"{_shape(each.was[1])} > {shape}"
     return (
-        name,
+        shown(each.file) or "-",
+        _text(each.name),
         "-" if each.name is None else dtype,
         "-" if each.name is None else shape,
         size(each.size_bytes),
@@ -255,6 +268,31 @@ def _tell_file(path: str, found: FileView) -> None:
     click.echo(f"where: {found.where or '-'}" + (f"; encoded {size(found.encoded_bytes)} ({codecs})" if codecs else ""))
 
 
+def _tensor_cells(tensor: TensorView) -> Sequence[str]:
+    return (
+        _text(tensor.name),
+        tensor.dtype,
+        _shape(tensor.shape),
+        str(tensor.offset),
+        size(tensor.size_bytes),
+        str(tensor.chunks),
+        tensor.where or "-",
+        _or_dash(tensor.encoded_bytes),
+    )
+
+
+def _chunk_cells(chunk: ChunkView) -> Sequence[str]:
+    return (
+        (chunk.digest or "-")[:16],
+        str(chunk.offset),
+        size(chunk.size_bytes),
+        chunk.dtype or "-",
+        chunk.where or "-",
+        chunk.codec or "-",
+        _or_dash(chunk.encoded_bytes),
+    )
+
+
 def _tell_estimates(directory: str, found: Estimates) -> None:
     rows = [each.document() for each in found.series]
     if not rows:
@@ -291,7 +329,7 @@ def _tell_usage(path: str, report: UsageReport) -> None:
         columns = ("path", "files", "logical", "unique", "shared", "local", "remote", "encoded")
         rows = [(_name(row.path, row.kind), *_cells(row.usage)) for row in report.rows]
         print_table(columns, rows, total=("together", *_cells(report.total)))
-        click.echo(f"\nRemoving all of it would free {size(report.freed)}.")
+        click.echo(f"\nNothing else needs {size(report.exclusive)} of it.")
     for series in report.series:
         _tell_series(series)
     if report.unsealed:
@@ -311,7 +349,8 @@ def _tell_series(series: Series) -> None:
     )
     print_table(
         ("state", "saved", "logical", "added", "share", "encoded"),
-        [
+        words=("saved",),
+        rows=[
             (
                 shown(member.path),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(member.mtime_ns / 1e9)),
@@ -332,6 +371,11 @@ def _name(path: bytes, kind: str) -> str:
 def _cells(usage: Usage) -> Sequence[str]:
     sizes = (usage.logical, usage.unique, usage.shared, usage.local, usage.remote, usage.encoded)
     return (str(usage.files), *map(size, sizes))
+
+
+def _text(name: str | None) -> str:
+    """A tensor's name, which a file may have made up of anything."""
+    return shown(name.encode(errors="surrogatepass")) if name else "-"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

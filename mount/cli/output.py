@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -114,8 +114,10 @@ def files(count: int | None) -> str:
 
 def parts(left: dict[str, int]) -> str:
     """What is left: files and their bytes, or else how many directories and removals."""
-    if left["files"] or left["bytes"]:
+    if left["files"] and left["bytes"]:
         return f"{files(left['files'])}, {size(left['bytes'])}"
+    if left["files"] or left["bytes"]:
+        return size(left["bytes"]) if left["bytes"] else files(left["files"])
     return "1 change of names" if left["changes"] == 1 else f"{left['changes']} changes of names"
 
 
@@ -138,15 +140,22 @@ def shown(path: bytes) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, total: Sequence[str] | None = None) -> None:
-    """The first column is words, the others are numbers. As wide as it needs to be: paths stay whole."""
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[str] = (),
+    total: Sequence[str] | None = None,
+) -> None:
+    """The first column and those in *words* hold words, the others numbers. As wide as need be: paths stay whole."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(Text(column, style="dim"), justify="right" if number else "left", no_wrap=True)
+        is_words = number == 0 or column in words
+        table.add_column(Text(column, style="dim"), justify="left" if is_words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
     if total is not None:

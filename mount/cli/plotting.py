@@ -18,6 +18,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 _WIDTH_INCHES, _HEIGHT_INCHES = 7.0, 3.5
 _TICKS_MOST = 12
+_SERIES_MOST = 8
 
 
 def figure_class() -> Any:
@@ -30,12 +31,13 @@ def figure_class() -> Any:
 
 
 def plot(series: list[Series], path: Path) -> None:
-    """Write a picture of *series*, one below the other, to *path*; its suffix says in which format. Raises OSError.
+    """Write a picture of the largest of *series*, one below the other, to *path*, whose suffix says in which format.
 
-    What the states take together, one after the other: as files, each chunk once, and encoded on the remote.
+    What the states take together, one after the other: as files, each chunk once, and on the remote. Raises OSError.
     """
-    figure: Figure = figure_class()(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * len(series)), layout="constrained")
-    for axes, each in zip(figure.subplots(len(series), squeeze=False)[:, 0], series, strict=True):
+    drawn = sorted(series, key=lambda each: -each.usage.logical)[:_SERIES_MOST]
+    figure: Figure = figure_class()(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * len(drawn)), layout="constrained")
+    for axes, each in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn, strict=True):
         _draw(axes, each)
     figure.savefig(path, dpi=150)
 

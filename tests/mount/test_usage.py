@@ -76,7 +76,7 @@ def test_a_frozen_backbone_is_counted_once(filled: Site) -> None:
         assert total[column] == sum(row[column] for row in rows.values())
     assert total["logical_bytes"] == 3 * one + 5  # a file with two names counts with the first
     assert 64 * KIB <= total["shared_bytes"] < 66 * KIB
-    assert document["freed_bytes"] == total["unique_bytes"] + total["shared_bytes"]
+    assert document["exclusive_bytes"] == total["unique_bytes"] + total["shared_bytes"]
     (series,) = document["series"]
     assert series["pattern"] == "checkpoint-*"
     assert [member["numbers"] for member in series["members"]] == [[9], [10], [100]]
@@ -91,7 +91,7 @@ def test_parts_of_a_mount(filled: Site) -> None:
     inside = du(filled, filled.mountpoint / "run" / "checkpoint-9")
     (row,) = inside["entries"]
     assert row["path"] == "model.npz"
-    assert inside["total"]["unique_bytes"] == inside["freed_bytes"] < 34 * KIB
+    assert inside["total"]["unique_bytes"] == inside["exclusive_bytes"] < 34 * KIB
     assert inside["series"] == []
     of_file = du(filled, filled.mountpoint / "run" / "checkpoint-9" / "model.npz")
     assert of_file["entries"] == [{**row, "path": "."}]

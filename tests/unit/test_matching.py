@@ -28,9 +28,9 @@ def test_shards_and_formats() -> None:
 
 
 def test_one_prefix_on_one_side() -> None:
-    """As wrappers add it; the rest of the name, the type and the shape must be the same."""
+    """As wrappers add it; the rest of the name and the shape must be the same; a cast on the way does not matter."""
     plain = [tensor("a.weight"), tensor("a.bias", shape=(3,)), tensor("extra")]
-    wrapped = [tensor("_orig_mod.module.a.weight"), tensor("_orig_mod.module.a.bias", shape=(3,))]
+    wrapped = [tensor("_orig_mod.module.a.weight"), tensor("_orig_mod.module.a.bias", shape=(3,), dtype="bfloat16")]
     found = match(plain, wrapped)
     assert (found.pairs, found.gone, found.prefix) == ([(0, 0), (1, 1)], [2], "_orig_mod.module.")
     assert match(wrapped, plain).pairs == [(0, 0), (1, 1)]
