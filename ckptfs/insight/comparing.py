@@ -19,6 +19,7 @@ from ckptfs.encoding.codec import delta_shares
 from ckptfs.formats.base import BITS, UNKNOWN, FileSource, Tensor, read_exactly
 from ckptfs.formats.recognise import recognise
 from ckptfs.insight.elements import Floats, element_bytes, values
+from ckptfs.insight.listing import files_below
 from ckptfs.insight.matching import Named, match
 from ckptfs.insight.sealed import Sealed, sealed
 
@@ -131,24 +132,6 @@ def _parts(top: str) -> list[_Part]:
 def _recognised(path: str) -> list[Tensor]:
     with open(path, "rb", buffering=0) as file:
         return recognise(FileSource(file.fileno()))
-
-
-def files_below(top: str) -> Iterator[tuple[str, bytes]]:
-    """(path, path from *top*) of each regular file, ordered; that of *top* itself, if it is one, is empty.
-
-    Links to files are followed, links to directories are not. Raises OSError when *top* cannot be read.
-    """
-    if not os.path.isdir(top):
-        os.stat(top)
-        yield top, b""
-        return
-    os.scandir(top).close()
-    for directory, folders, names in os.walk(top):
-        folders.sort()
-        for name in sorted(names):
-            path = os.path.join(directory, name)
-            if os.path.isfile(path):
-                yield path, os.fsencode(os.path.relpath(path, top))
 
 
 def _alone(state: str, part: _Part) -> Difference:

@@ -24,7 +24,7 @@ from ckptfs.formats.base import FileSource, Piece, Tensor
 from ckptfs.formats.cutting import pieces
 from ckptfs.formats.recognise import recognise
 from ckptfs.ids import digest
-from ckptfs.insight.comparing import files_below
+from ckptfs.insight.listing import files_below
 from ckptfs.local.images import data_spans
 from ckptfs.series import series_key, series_member
 
@@ -126,7 +126,8 @@ def estimate(
 
     *share* of the tensors' pieces is looked at; by default as much as makes about `SAMPLED_BYTES`.
     """
-    files = sorted(_listed(top), key=lambda file: (file.pattern or b"", file.numbers, file.below))
+    skipped: list[str] = []
+    files = sorted(_listed(top, skipped), key=lambda file: (file.pattern or b"", file.numbers, file.below))
     total = sum(file.size for file in files)
     if share is None:
         share = min(1.0, SAMPLED_BYTES / total) if total else 1.0
@@ -137,11 +138,12 @@ def estimate(
     finally:
         work.close()
     found = sorted(work.found.values(), key=lambda each: (each.pattern is None, each.pattern))
-    return Estimates(share, tuple(found), tuple(work.skipped))
+    return Estimates(share, tuple(found), (*skipped, *work.skipped))
 
 
-def _listed(top: str) -> Iterator[_File]:
-    files = list(files_below(top))
+def _listed(top: str, skipped: list[str]) -> Iterator[_File]:
+    """The files, each once, and why some are not among them."""
+    files = list(files_below(top, lambda error: skipped.append(str(error))))
     members = {below: series_member(below) for _, below in files}
     states: dict[bytes, set[bytes]] = {}
     for member in members.values():
@@ -149,7 +151,11 @@ def _listed(top: str) -> Iterator[_File]:
             states.setdefault(member[1].pattern, set()).add(member[0])
     seen: set[tuple[int, int]] = set()
     for path, below in files:
-        status = os.stat(path)
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            skipped.append(str(error))
+            continue
         if (status.st_dev, status.st_ino) in seen:  # a further name of a file
             continue
         seen.add((status.st_dev, status.st_ino))
@@ -191,7 +197,7 @@ class _Work:
             finally:
                 os.close(fd)
         except (OSError, FormatError) as error:
-            self.skipped.append(f"{file.path}: {error}")
+            self.skipped.append(str(error) if isinstance(error, OSError) else f"{file.path}: {error}")
         self._passed = before + file.size
         self._tell(self._passed, self._total)
 

@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+_PREFIX_MOST = 100
+"""Characters; names may be of any length, and hostile."""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -86,7 +89,7 @@ def _best_prefix(before: Sequence[Named], after: Sequence[Named]) -> str:
         bare = {_bare(each, "") for each in shorter} - {None}
         for each in longer:
             name = each.name or ""
-            for at, character in enumerate(name):
+            for at, character in enumerate(name[:_PREFIX_MOST]):
                 if character == "." and (name[at + 1 :], each.shape) in bare:
                     votes[name[: at + 1]] += 1
     if not votes:

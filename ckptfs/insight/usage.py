@@ -245,14 +245,16 @@ def _series(ledger: _Ledger, chunks: Chunks, below: Sequence[bytes | None]) -> I
         if member is not None:
             path, key = member
             found.setdefault(key.pattern, {}).setdefault((key.numbers, path), []).append(number)
-    for pattern, members in sorted(found.items()):
-        if len(members) < 2:
-            continue
-        inside = {number for numbers in members.values() for number in numbers}
-        labels = [0 if number in inside else NOWHERE for number in range(len(below))]
-        _, usage, _ = chunks.usage(ledger.versions, ledger.sizes, labels, 1)
+    several = sorted((pattern, members) for pattern, members in found.items() if len(members) > 1)
+    labels = [NOWHERE] * len(below)
+    for group, (_, members) in enumerate(several):
+        for files in members.values():
+            for number in files:
+                labels[number] = group
+    usages, _, _ = chunks.usage(ledger.versions, ledger.sizes, labels, len(several))
+    for (pattern, members), usage in zip(several, usages, strict=True):
         ordered = sorted(members.items())
-        growth = chunks.growth([[ledger.versions[each] for each in numbers] for _, numbers in ordered])
+        growth = chunks.growth([[ledger.versions[each] for each in files] for _, files in ordered])
         yield Series(
             pattern,
             usage,

@@ -14,6 +14,7 @@ import pytest
 import ckptfs
 from tests.support.machines import Machines
 from tests.support.mounts import TINY, Site, until
+from tests.support.proxy import Faults
 
 KIB = 1024
 pytestmark = pytest.mark.timeout(120)
@@ -165,3 +166,24 @@ def test_another_machine_sees_what_it_has_not_read(machines: Machines) -> None:
         assert row["local_bytes"] > 0
         row["local_bytes"] = 0
     assert theirs == {**ours, "path": str(far.mountpoint)}
+
+
+def test_a_remote_that_is_down_is_told(machines: Machines) -> None:
+    """What is known is counted, and what could not be looked up is said; status 0, since nothing is unsafe by it."""
+    near, way = machines.site("near"), machines.proxy()
+    far = machines.site("far", by=way, tuning={**TINY, "read_timeout_s": 1.0})
+    machines.mount(near)
+    fill(near)
+    assert ckptfs.wait(near.mountpoint, "replicated", 60)
+    there = machines.mount(far)
+    until(lambda: (there / "run").exists(), "the other machine to see it")
+    assert len(os.listdir(there / "run")) == 5
+    way.faults = Faults("refuse")
+    done = far.run("du", str(far.mountpoint), "--json")
+    assert done.status == 0 and done.err.startswith("warning: not all can be looked up on the remote: "), done.said
+    document = json.loads(done.out)
+    assert document["unseen_directories"] == 3 and document["total"]["logical_bytes"] == 5
+    text = far.run("du", str(far.mountpoint))
+    assert "Not counted: 3 directories that were not looked into on this machine." in text.err
+    way.heal()
+    assert du(far, far.mountpoint)["total"]["logical_bytes"] > 3 * 96 * KIB

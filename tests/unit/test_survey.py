@@ -130,3 +130,20 @@ def test_others_may_not_look(catalog: Catalog, tmp_path: Path) -> None:
         os.seteuid(0)
     with pytest.raises(StoreError, match="No such file"):
         Survey(tmp_path / "none")
+
+
+def test_a_path_of_any_depth(catalog: Catalog) -> None:
+    """Deeper than Python would recurse."""
+    names, clock, parent = Names(catalog), Clock(), ROOT_INODE
+    with catalog.transaction():
+        for _ in range(1500):
+            ino = names.add_inode(mode=0o40755, uid=0, gid=0, now_ns=5, changed=clock.tick())
+            names.bind(parent, b"d", ino, clock.tick())
+            parent = ino
+        image = new_image_id()
+        Contents(catalog).add_image(image, whole=True)
+        file = names.add_inode(mode=0o100644, uid=0, gid=0, now_ns=5, changed=clock.tick(), image=image)
+        names.bind(parent, b"file", file, clock.tick())
+    with Survey(catalog.path) as survey:
+        assert survey.files()[0].path == b"/d" * 1500 + b"/file"
+    catalog.close()

@@ -102,10 +102,14 @@ class Survey:
         paths: dict[int, bytes] = {ROOT_INODE: b""}
 
         def path(directory: int) -> bytes:
-            if directory not in paths:
-                parent, name = directories[directory]
-                paths[directory] = path(parent) + b"/" + name
-            return paths[directory]
+            above = []
+            while directory not in paths:
+                above.append(directory)
+                directory = directories[directory][0]
+            for each in reversed(above):
+                parent, name = directories[each]
+                paths[each] = paths[parent] + b"/" + name
+            return paths[above[0]] if above else paths[directory]
 
         return sorted(
             SurveyedFile(path(parent) + b"/" + name, Inode(ino), size, mtime_ns, image, bool(whole), manifest)
