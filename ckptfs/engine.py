@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import trio
@@ -37,7 +38,7 @@ STATES = ("writing", "closed", "sealed", "replicated", "verified")
 """In order; a directory has the least of what is under it."""
 
 _LEARNED_AT_ONCE = 8
-"""Chunk lists on their way at once."""
+"""Directories and chunk lists on their way at once."""
 
 _CHECKPOINT_WAL_BYTES = 16 << 20
 """The catalog's log is moved into the database from this length on; on a small disk earlier ..."""
@@ -173,34 +174,40 @@ class Engine:
         work = Scrub(self._store, self.filesystem, self.replica, self._remote, options, progress)
         return await work.run(ino)
 
-    async def learn(self, directories: Iterable[Inode], manifests: Iterable[int]) -> list[str]:
+    async def learn(self, directories: Iterable[Inode], manifests: Iterable[int]) -> tuple[list[str], bool]:
         """Have in the catalog what only the remote knows: names in *directories*, chunk lists of *manifests*.
 
-        Returns why what could not be had is not there. What was removed meanwhile is passed over.
+        Returns why what could not be had is not there, and whether it was not worth going on: the remote is down. What
+        was removed meanwhile is passed over.
         """
         failures: list[str] = []
-        for directory in directories:
-            try:
-                await self.filesystem.entries(directory)
-            except ContentUnavailable as error:
-                failures.append(str(error))
-            except FileSystemError:
-                continue
-        left = iter(manifests)
+        names = [partial(self.filesystem.entries, each) for each in directories]
+        lists = [partial(self._learn_manifest, each) for each in manifests]
+        left: Iterator[Callable[[], Awaitable[object]]] = iter([*names, *lists])
+        stopped = False
 
-        async def work(replica: Replica) -> None:
-            for manifest in left:
+        async def work() -> None:
+            nonlocal stopped
+            for look_up in left:
                 try:
-                    if self._store.contents.has_manifest(manifest):
-                        await replica.hydrator.content(manifest)
+                    await look_up()
                 except ContentUnavailable as error:
                     failures.append(str(error))
+                    cause = error.__cause__
+                    stopped |= isinstance(cause, trio.TooSlowError) or getattr(cause, "temporary", False)
+                except FileSystemError:
+                    continue
+                if stopped:
+                    return
 
-        if self.replica:
-            async with trio.open_nursery() as nursery:
-                for _ in range(_LEARNED_AT_ONCE):
-                    nursery.start_soon(work, self.replica)
-        return failures
+        async with trio.open_nursery() as nursery:
+            for _ in range(_LEARNED_AT_ONCE):
+                nursery.start_soon(work)
+        return failures, stopped
+
+    async def _learn_manifest(self, manifest: int) -> None:
+        if self.replica and self._store.contents.has_manifest(manifest):
+            await self.replica.hydrator.content(manifest)
 
     async def mend(self, images: Collection[ImageId], objects: Collection[ObjectId], progress: Scrubbing) -> Report:
         """Seal what is not sealed, and mend these images and remote objects, in a store that nobody has mounted."""

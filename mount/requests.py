@@ -131,10 +131,11 @@ class Requests:
         """Have directories and manifests, numbers of the catalog, looked up on the remote; why some are not."""
         directories, manifests = _numbers(request, "directories"), _numbers(request, "manifests")
 
-        async def learn() -> list[str]:
+        async def learn() -> tuple[list[str], bool]:
             return await self._engine.learn([Inode(each) for each in directories], manifests)
 
-        return {"failures": await self._work(learn, reply)}  # the progress only tells that we live
+        failures, stopped = await self._work(learn, reply)  # the progress only tells that we live
+        return {"failures": failures, "stopped": stopped}
 
     async def publish(self, request: Request, reply: Reply) -> dict[str, Any]:
         """Cut at once and return when the head is acknowledged."""

@@ -189,6 +189,8 @@ def _learn(place: Place) -> None:
             manifests=[number for kind, number in fresh if kind == "manifests"],
         )
         failures += answer["failures"]
+        if answer["stopped"]:
+            break
     if failures:
         click.echo(f"warning: not all can be looked up on the remote: {failures[0]}", err=True)
 
