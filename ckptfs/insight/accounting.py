@@ -142,7 +142,8 @@ class Chunks:
     def _pairs(self, versions: Sequence[int], label: Numbers, labels: int) -> Numbers:
         """Each distinct (chunk, label), as chunk * labels + label."""
         chunk, owner = self._chunks(versions, label)
-        return np.unique(chunk * labels + owner)
+        pairs = np.sort(chunk * labels + owner)  # np.unique hashes, at a fifth of the speed
+        return pairs[np.diff(pairs, prepend=-1) != 0]
 
 
 def _sums(label: Numbers, values: Bytes, labels: int) -> list[int]:
