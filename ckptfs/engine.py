@@ -17,7 +17,7 @@ import trio
 from ckptfs.background.caller import Worker
 from ckptfs.errors import ContentUnavailable, FileSystemError, RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
-from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
+from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId, stamp_time_s
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
@@ -76,6 +76,7 @@ class Engine:
                 remote,
                 files=lambda: self.filesystem,
                 reseal=lambda image: self.sealer.submit(image),
+                hurry=lambda: self.sealer.hurry(),
                 background=self._background,
                 read_only=read_only,
             )
@@ -314,7 +315,7 @@ class Engine:
             "writer": self._store.writer.hex(),
             "safe": self.replica is not None and progress.is_clear and wrong is None,
             "remote_wrong": wrong,
-            "last_error": wrong or progress.last_error,
+            "last_error": wrong,
             "saves": self._saves(ino),
         }
         logical = self._totals.logical_bytes()
@@ -323,10 +324,12 @@ class Engine:
             document |= {
                 "at_risk": {"files": None, "bytes": logical, "eta_s": None, "sets": []},
                 "newest_safe_set": None,
+                "oldest_pending_at_s": None,
                 "last_success_at_s": None,
                 "bytes": {"logical": logical, "stored": stored, "on_remote": 0},
             }
             return document
+        since = self._totals.pending_since()
         sets = self.replica.sets_at_risk([each for each in self._totals.pending_under(ROOT_INODE)])
         document |= {
             "remote": self.replica.url,
@@ -337,7 +340,9 @@ class Engine:
                 "sets": sets,
             },
             "newest_safe_set": self.replica.newest_safe_set() if wrong is None else None,
+            "oldest_pending_at_s": None if since is None else stamp_time_s(since),
             "last_success_at_s": self.replica.last_success_s,
+            "last_error": wrong or self.replica.last_error,
             "bytes": {"logical": logical, "stored": stored, "on_remote": self.replica.remote_bytes},
         }
         return document

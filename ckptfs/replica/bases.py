@@ -34,7 +34,7 @@ Place = tuple[ImageId, int]
 MIN_BYTES = 16 << 10
 """A smaller chunk is no piece of a tensor that counts."""
 _KEY_BYTES = 16
-_WHOLE_MOST = 100_000
+_COMING_MOST = 100_000
 """Keys of chunks on their way that are remembered, at some 100 bytes."""
 _NUMBER = re.compile(rb"\d+")
 
@@ -64,28 +64,30 @@ class Bases:
         self._contents = contents
         self._packs = packs
         self._keyframes = keyframes
-        self._whole: dict[bytes, Keyframe] = {}
-        """By key: chunks that are on their way, and will be sent whole since nothing was found for them."""
+        self._coming: dict[bytes, Keyframe] = {}
+        """By key: chunks that are on their way whole, since nothing was found for them."""
 
     def begin(self) -> None:
         """Nothing is on its way."""
-        self._whole.clear()
+        self._coming.clear()
 
     def find(self, chunks: Collection[tuple[Chunk, Keys]]) -> dict[ChunkId, Kin]:
         """The kin of *chunks*, less those without keys. For some hundred at once: they are looked up one by one."""
         keyframes = self._keyframes.find([key for _, found in chunks for key in found])
         needed_whole = self._packs.bases_among(chunk.id for chunk, _ in chunks)  # a keyframe whose pack was lost
-        kin = {}
-        for chunk, found in chunks:
-            if not found:
-                continue
-            base = None if chunk.id in needed_whole else self._base(chunk, found, keyframes)
-            kin[chunk.id] = Kin(found, base)
-            if base is None and len(self._whole) < _WHOLE_MOST:
-                keyframe = Keyframe(chunk.id, chunk.length, chunk.length, 1)
-                for key in found:
-                    self._whole.setdefault(key, keyframe)
-        return kin
+        return {
+            chunk.id: Kin(found, None if chunk.id in needed_whole else self._base(chunk, found, keyframes))
+            for chunk, found in chunks
+            if found
+        }
+
+    def sending(self, kin: Mapping[ChunkId, Kin], lengths: Mapping[ChunkId, int]) -> None:
+        """A pack of these chunks is on its way: later ones may be against them. Never in it, so that packs, each of
+        which counts when what it is against is there, do not wait for each other."""
+        for chunk, each in kin.items():
+            if each.base is None and len(self._coming) < _COMING_MOST:
+                keyframe = Keyframe(chunk, lengths[chunk], lengths[chunk], 1)
+                self._coming.update((key, keyframe) for key in each.keys if key not in self._coming)
 
     def sent(self, kin: Mapping[ChunkId, Kin], rows: Iterable[PackedChunk]) -> None:
         """These chunks were acknowledged as *rows* say."""
@@ -108,7 +110,7 @@ class Bases:
 
     def _base(self, chunk: Chunk, keys: Keys, keyframes: Mapping[bytes, Keyframe]) -> Base | None:
         for key in keys:
-            keyframe = keyframes.get(key) or self._whole.get(key)
+            keyframe = keyframes.get(key) or self._coming.get(key)
             if keyframe is None or keyframe.length != chunk.length or keyframe.chunk == chunk.id:
                 continue
             places = tuple((each.image, each.offset) for each in self._contents.locations(keyframe.chunk))

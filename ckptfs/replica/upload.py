@@ -233,9 +233,7 @@ class Uploader:
                             break
             except CkptfsError as error:
                 failures.append(error)
-        for sent in self._early:
-            if self._bases.are_there(sent.rows):
-                self._acknowledge(sent)
+        self._acknowledge_early()
         if failures:
             raise next((each for each in failures if isinstance(each, DamagedContent)), failures[0])
 
@@ -259,6 +257,7 @@ class Uploader:
         plan = PackPlan(pack_bytes)
         for file in files:
             for pack in plan.add(await self._needed(file, on_its_way)):
+                self._bases.sending(_kin(pack), {chunk.id: chunk.length for chunk in pack})
                 yield pack
         for pack in plan.finish():
             yield pack
@@ -321,9 +320,16 @@ class Uploader:
         self._acknowledge(sent)
         return True
 
+    def _acknowledge_early(self) -> None:
+        """Those of which what they are against is there by now. The rest is sent again, with what is lacking."""
+        while ready := [sent for sent in self._early if self._bases.are_there(sent.rows)]:
+            for sent in ready:
+                self._acknowledge(sent)
+                self._early.remove(sent)
+
     def _acknowledge(self, sent: _Sent) -> None:
         self._packs.acknowledged(sent.name, sent.rows, verified=sent.verified)
-        self._bases.sent({chunk.id: chunk.kin for chunk in sent.chunks if chunk.kin is not None}, sent.rows)
+        self._bases.sent(_kin(sent.chunks), sent.rows)
         self._acknowledged(sent.name)
 
     async def _build(self, job: _Job) -> tuple[ObjectId, memoryview, tuple[PackedChunk, ...]] | set[ChunkId]:
@@ -395,3 +401,6 @@ class Uploader:
             places[chunk.id] += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
         return places
 
+
+def _kin(chunks: Iterable[Needed]) -> dict[ChunkId, Kin]:
+    return {chunk.id: chunk.kin for chunk in chunks if chunk.kin is not None}

@@ -107,7 +107,7 @@ def test_a_series_takes_its_differences(machine: MakeSite, bucket: Bucket, url: 
 
 def test_a_backlog_is_a_series_too(machine: MakeSite, bucket: Bucket, url: str, network: FaultProxy) -> None:
     """Checkpoints that were saved while the remote was away are sent in one go, the newest whole."""
-    here = machine("here", endpoint=network.endpoint)
+    here = machine("here", endpoint=network.endpoint, tuning={"pack_bytes": 2 << 20})
     here.mount("--remote", url, *QUICK)
     (here.mountpoint / "before").touch()
     ckptfs.wait(here.mountpoint, "replicated")
@@ -124,6 +124,7 @@ def test_a_backlog_is_a_series_too(machine: MakeSite, bucket: Bucket, url: str, 
     ckptfs.wait(alone.mountpoint, "replicated")
     one = packed_bytes(bucket, "run-alone")
     assert packed_bytes(bucket) < 2.8 * one, "four states"
+    assert here.run("scrub", "--remote", str(here.mountpoint)).status == 0
     there = machine("there")
     there.mount("--remote", url, *QUICK)
     assert all(
