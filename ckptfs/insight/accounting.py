@@ -142,8 +142,9 @@ class Chunks:
     def _pairs(self, versions: Sequence[int], label: Numbers, labels: int) -> Numbers:
         """Each distinct (chunk, label), as chunk * labels + label."""
         chunk, owner = self._chunks(versions, label)
-        pairs = np.sort(chunk * labels + owner)  # np.unique hashes, at a fifth of the speed
-        return pairs[np.diff(pairs, prepend=-1) != 0]
+        pairs: Numbers = np.sort(chunk * labels + owner)  # np.unique hashes, at a fifth of the speed
+        distinct: Numbers = pairs[np.diff(pairs, prepend=-1) != 0]
+        return distinct
 
 
 def _sums(label: Numbers, values: Bytes, labels: int) -> list[int]:
