@@ -131,7 +131,8 @@ def save_torch(directory: Path, size: int, count: int) -> None:
 
 def save_safetensors(directory: Path, size: int, count: int) -> None:
     for shard in range(_SHARDS):
-        save_file(tensors(size // _SHARDS, count // _SHARDS), directory / f"model-{shard + 1:05d}-of-{_SHARDS:05d}.safetensors")
+        name = f"model-{shard + 1:05d}-of-{_SHARDS:05d}.safetensors"
+        save_file(tensors(size // _SHARDS, count // _SHARDS), directory / name)
 
 
 def tensors(size: int, count: int) -> dict[str, torch.Tensor]:

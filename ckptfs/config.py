@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -85,6 +86,8 @@ class Tuning:
     upload_bytes: int = 96 * MIB
     """... and the bytes in all that are in memory, at most."""
     encode_threads: int = field(default_factory=lambda: max(2, usable_cores()))
+    delta: bool = True
+    """Whether a chunk may be sent as its difference to the same part of an earlier checkpoint."""
     light_bytes: int = 4 * MIB
     """Hashing or encoding no more than this begins no process: it takes some 20 ms, and a process 300 ms to begin."""
     fetch_threads: int = 8
@@ -105,8 +108,6 @@ class Tuning:
     retry_first_s: float = 0.5
     retry_most_s: float = 60.0
     """Backoff of a failing remote: first and largest wait."""
-    read_timeout_s: float = 60.0
-    """How long a read of bytes that only the remote has waits for it before EIO."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ class Settings:
     """A log is sealed at most this often ..."""
     log_seal_after_fsync_s: float = 10.0
     """... or this long after an fsync."""
+    read_timeout_s: float = 60.0
+    """How long somebody who reads what only the remote has waits for it before EIO: longer than a restart of a store or
+    of a network takes, shorter than what watches over a job waits."""
     stop_timeout_s: float = 25.0
     """After SIGTERM, how long to go on draining; Kubernetes and Slurm kill after 30 s."""
     memory_bytes: int | None = None
@@ -149,5 +153,7 @@ class Settings:
         """`tuning`, with what follows from the memory that we may take, where nobody set it to something else."""
         usual = Tuning()
         shares = within_memory(self.memory_in_force).items()
-        unset = {name: value for name, value in shares if getattr(self.tuning, name) == getattr(usual, name)}
-        return replace(self.tuning, **unset)
+        changes: dict[str, Any] = {
+            name: value for name, value in shares if getattr(self.tuning, name) == getattr(usual, name)
+        }
+        return replace(self.tuning, **changes)

@@ -60,8 +60,9 @@ def unpack_object(data, digest=None):
 
 
 def check_features(value):
-    if value.get("requires"):
-        raise SystemExit(f"restore: this remote needs {', '.join(value['requires'])}; use a newer restore.py")
+    unknown = set(value.get("requires", ())) - {"delta"}
+    if unknown:
+        raise SystemExit(f"restore: this remote needs {', '.join(sorted(unknown))}; use a newer restore.py")
 
 
 def text(value):
@@ -127,31 +128,44 @@ class Remote:
             self.indexes[pack] = set(index["chunks"])
         return self.indexes[pack]
 
-    def chunk(self, chunk, length, pack, offset, stored, codec, base):
-        """The raw bytes of one chunk."""
+    def chunk(self, chunk, length, pack, offset, stored, codec, base=None):
+        """The raw bytes of one chunk; *base* is the raw bytes of the one that it is a delta against."""
         with open(os.path.join(self.path, "packs", pack[:2], pack), "rb") as file:
             if chunk not in self.pack_index(pack, file):
                 raise Damaged(f"chunk {chunk} is not in pack {pack}")
             file.seek(offset)
             data = file.read(stored)
         try:
-            raw = decode(codec, data, length)
-        except (ValueError, zstandard.ZstdError, IndexError) as error:
+            raw = decode(codec, data, length, base)
+        except (ValueError, zstandard.ZstdError, IndexError, TypeError) as error:
             raise Damaged(f"chunk {chunk} does not decode: {error}") from error
-        if base is not None or len(raw) != length or blake3(raw).hexdigest() != chunk:
+        if len(raw) != length or blake3(raw).hexdigest() != chunk:
             raise Damaged(f"chunk {chunk} holds other bytes than its name says")
         return raw
 
 
-def decode(codec, data, length):
+def decode(codec, data, length, base):
     """Chunk bytes from encoded bytes; see the codec registry in docs/format.md."""
     if codec == 0:
         return data
     if codec == 1:
         return zstandard.ZstdDecompressor().decompress(data)
-    if codec not in (2, 3, 4):
-        raise ValueError(f"unknown codec {codec}; use a newer restore.py")
-    k = {2: 2, 3: 4, 4: 8}[codec]
+    if codec in (2, 3, 4):
+        return join_planes({2: 2, 3: 4, 4: 8}[codec], data, length)
+    if codec in (5, 6, 7, 8):
+        k = {5: 1, 6: 2, 7: 4, 8: 8}[codec]
+        whole = length // k * k
+        raw = join_planes(k, data, length)
+        folded = numpy.frombuffer(raw[:whole], f"<u{k}")
+        difference = (folded >> 1) ^ -(folded & 1)
+        return (difference + numpy.frombuffer(base[:whole], f"<u{k}")).tobytes() + raw[whole:]
+    if codec == 9:
+        bits = numpy.frombuffer(zstandard.ZstdDecompressor().decompress(data), numpy.uint8)
+        return (bits ^ numpy.frombuffer(base, numpy.uint8)).tobytes()
+    raise ValueError(f"unknown codec {codec}; use a newer restore.py")
+
+
+def join_planes(k, data, length):
     n = length // k
     out = numpy.empty((n, k), numpy.uint8)
     at = 4 * k
@@ -258,11 +272,17 @@ def write_file(remote, path, entry):
     with open(path, "xb") as file:
         file.truncate(manifest["size"])  # what is not written is a hole
         at = 0
+        based = {}  # what deltas are against -> where it lies
+        if "based" in manifest:
+            columns = ("chunks", "pack", "offsets", "stored", "codecs")
+            for chunk, pack, *place in zip(*(manifest["based"][c] for c in columns), strict=True):
+                based[chunk] = manifest["packs"][pack], *place
         columns = ("chunks", "lengths", "pack", "offsets", "stored", "codecs", "bases")
         for chunk, length, pack, offset, stored, codec, base in zip(*(manifest[c] for c in columns), strict=True):
             at = holes.get(at, at)
             file.seek(at)
-            file.write(remote.chunk(chunk, length, manifest["packs"][pack], offset, stored, codec, base))
+            before = None if base is None else remote.chunk(base, length, *based[base])
+            file.write(remote.chunk(chunk, length, manifest["packs"][pack], offset, stored, codec, before))
             at += length
         if holes.get(at, at) != manifest["size"]:
             raise Damaged("its chunks do not fill it")

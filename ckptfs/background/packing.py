@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import starmap
 from typing import NamedTuple
 
-from ckptfs.encoding.codec import encode
+from ckptfs.encoding.codec import delta_shares, encode, encode_delta
 from ckptfs.encoding.pack import PackBuilder
 from ckptfs.ids import ChunkId, ObjectId, digest
 
@@ -19,14 +20,32 @@ PackRow = tuple[ChunkId, int, int, int, int, ChunkId | None]
 """The fields of a PackedChunk."""
 
 
+_DELTA_GAIN = 0.97
+"""A delta that a sample promises to be no smaller than this share of the chunk without is not worth its hop."""
+
+Places = Sequence[tuple[str, int]]
+"""(file, offset) where a chunk may be found."""
+
+
+class Against(NamedTuple):
+    """A chunk of the same length that another may be a delta against."""
+
+    id: ChunkId
+    places: Places
+    average_bytes: float
+    """Encoded, of it and its deltas so far: when one more would take more, the next chunk becomes what others are
+    against."""
+
+
 class Wanted(NamedTuple):
     """A chunk that is to be packed."""
 
     id: ChunkId
     length: int
     dtype: str | None
-    places: Sequence[tuple[str, int]]
-    """(file, offset) where it may be found."""
+    places: Places
+    against: tuple[ChunkId, Places, float] | None = None
+    """The fields of an `Against`."""
 
 
 class Built(NamedTuple):
@@ -54,13 +73,12 @@ def build_pack(wanted: Sequence[Wanted], target: str, label: str) -> Built:
     try:
         if label not in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(f"{target} is not the pack {label}")
-        for chunk in map(Wanted._make, wanted):
-            data = reader.read(chunk)
+        for chunk in starmap(Wanted, wanted):
+            data = reader.read(chunk.id, chunk.length, chunk.places)
             if data is None:
                 missing.append(chunk.id)
             elif not missing:
-                codec, encoded = encode(data, chunk.dtype)
-                builder.add(chunk.id, chunk.length, codec, encoded)
+                builder.add(chunk.id, chunk.length, *_encode(chunk, data, reader))
                 if builder.undrained >= _WRITTEN_AT_ONCE:
                     _write(fd, builder.drain())
         if missing:
@@ -72,6 +90,18 @@ def build_pack(wanted: Sequence[Wanted], target: str, label: str) -> Built:
     finally:
         os.close(fd)
         reader.close()
+
+
+def _encode(chunk: Wanted, data: bytes, reader: _Reader) -> tuple[int, bytes, ChunkId | None]:
+    """Codec, encoded bytes, and what they are a delta against."""
+    if chunk.against is not None:
+        base = Against._make(chunk.against)
+        base_data = reader.read(base.id, chunk.length, base.places)
+        if base_data is not None:
+            whole, delta = delta_shares(data, base_data, chunk.dtype)
+            if delta <= _DELTA_GAIN * whole and delta * chunk.length < base.average_bytes:
+                return *encode_delta(data, base_data, chunk.dtype), base.id
+    return *encode(data, chunk.dtype), None
 
 
 def _write(fd: int, data: bytearray) -> None:
@@ -87,20 +117,20 @@ class _Reader:
         self.notes: list[str] = []
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
-    def read(self, chunk: Wanted) -> bytes | None:
+    def read(self, chunk: ChunkId, length: int, places: Places) -> bytes | None:
         """The first copy that has the right digest; None when there is none."""
-        for path, offset in chunk.places:
+        for path, offset in places:
             try:
-                data = os.pread(self._open(path), chunk.length, offset)
+                data = os.pread(self._open(path), length, offset)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 self.notes.append(f"{path} cannot be read at {offset}: {error}")
                 continue
-            if len(data) == chunk.length and digest(data) == chunk.id:
+            if len(data) == length and digest(data) == chunk:
                 return data
             self.notes.append(
-                f"{path} has other bytes at {offset} than when chunk {chunk.id.hex()[:16]} was sealed"
+                f"{path} has other bytes at {offset} than when chunk {chunk.hex()[:16]} was sealed"
             )
         return None
 

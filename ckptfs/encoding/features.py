@@ -11,8 +11,11 @@ from itertools import pairwise
 
 from ckptfs.errors import FormatError
 
-KNOWN: frozenset[str] = frozenset()
-"""Features that this version understands. Format version 1 alone needs none."""
+DELTA = "delta"
+"""Chunks that are told as differences to others: a manifest says where those lie."""
+
+KNOWN = frozenset({DELTA})
+"""Features that this version understands."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}(@[0-9]+(\.[0-9]+)*)?").fullmatch
 _MOST = 64

@@ -5,9 +5,10 @@ How chunks are cut is left to `ckptfs.formats`, how they are encoded to `codec`.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from ckptfs.encoding.columns import (
     read_dtypes,
     read_integers,
 )
-from ckptfs.encoding.features import check_names, demand
+from ckptfs.encoding.features import DELTA, check_names, demand
 from ckptfs.encoding.fields import MOST, array, check_keys, integer, mapping, string
 from ckptfs.errors import FormatError
 from ckptfs.ids import ChunkId, ObjectId
@@ -136,11 +137,20 @@ class Manifest:
     content: Content
     places: tuple[Placed, ...]
     """One per chunk, in the same order."""
+    bases: Mapping[ChunkId, Placed] = field(default_factory=dict)
+    """Where the chunks lie that the deltas among `places` are against, each once. None of them is a delta."""
+
+    @classmethod
+    def of(cls, content: Content, places: Mapping[ChunkId, Placed]) -> Manifest:
+        """From the places of chunks and bases. Raises KeyError for one that is not in *places*."""
+        found = tuple(places[chunk.id] for chunk in content.chunks)
+        return cls(content, found, {each.base: places[each.base] for each in found if each.base is not None})
 
 
 _CONTENT_NEEDED = frozenset({"chunks", "lengths", "dtypes", "holes", "size", "tensors"})
 _MANIFEST_NEEDED = _CONTENT_NEEDED | {"packs", "pack", "offsets", "stored", "codecs", "bases"}
 _MAY = frozenset({"requires", "optional"})
+_BASE_COLUMNS = frozenset({"chunks", "pack", "offsets", "stored", "codecs"})
 
 
 def encode_content(content: Content) -> bytes:
@@ -159,13 +169,15 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """*manifest* as canonical JSON; its digest is the object's name. Raises FormatError when it would not decode."""
     places = manifest.places
     packs: dict[ObjectId, int] = {}
-    value = _write_content(manifest.content)
-    value["pack"] = [packs.setdefault(place.pack, len(packs)) for place in places]
-    value["packs"] = hexes(packs)
-    value["offsets"] = [place.offset for place in places]
-    value["stored"] = [place.length for place in places]
-    value["codecs"] = [place.codec for place in places]
+    value = _write_content(manifest.content) | _write_places(places, packs)
     value["bases"] = optional_hexes(place.base for place in places)
+    used = dict.fromkeys(place.base for place in places if place.base is not None)
+    if used:
+        if used.keys() != manifest.bases.keys() or any(place.base for place in manifest.bases.values()):
+            raise FormatError("the bases are not those that are used, or are deltas themselves")
+        value["requires"] = [DELTA]
+        value["based"] = _write_places([manifest.bases[base] for base in used], packs) | {"chunks": hexes(used)}
+    value["packs"] = hexes(packs)
     _read_places(value, _read_content(value).ids)
     return dumps(value)
 
@@ -174,14 +186,25 @@ def decode_manifest(data: bytes) -> Manifest:
     """The manifest in canonical JSON *data*, whose digest is checked by `open_object`. Raises FormatError."""
     value = _open(data, "manifest", _MANIFEST_NEEDED)
     columns = _read_content(value)
-    return Manifest(columns.content(), tuple(map(Placed, *_read_places(value, columns.ids))))
+    return _read_places(value, columns.ids).manifest(columns.content())
 
 
 def _open(data: bytes, what: str, needed: frozenset[str]) -> dict[str, object]:
     value = mapping(loads(data), what)
-    demand(value.get("requires", []), what)
+    if DELTA in demand(value.get("requires", []), what):
+        needed = needed | {"based"}
     check_keys(value, what, needed, needed | _MAY, check_names(value.get("optional", []), what))
     return value
+
+
+def _write_places(places: Sequence[Placed], packs: dict[ObjectId, int]) -> dict[str, object]:
+    """Columns; *packs* gets those that are not in it yet."""
+    return {
+        "pack": [packs.setdefault(place.pack, len(packs)) for place in places],
+        "offsets": [place.offset for place in places],
+        "stored": [place.length for place in places],
+        "codecs": [place.codec for place in places],
+    }
 
 
 def _write_content(content: Content) -> dict[str, object]:
@@ -227,28 +250,57 @@ def _read_content(value: dict[str, object]) -> _ContentColumns:
 
 
 class _PlaceColumns(NamedTuple):
-    """The places of a manifest's chunks in parts, checked."""
+    """Places in parts, checked; `packs` are numbers."""
 
-    packs: list[ObjectId]
+    packs: list[int]
     offsets: list[int]
     stored: list[int]
     codecs: list[int]
+
+
+class _PlaceTables(NamedTuple):
+    """The places of a manifest's chunks, and of what deltas are against, in parts, checked."""
+
+    packs: list[ObjectId]
+    chunks: _PlaceColumns
     bases: list[ChunkId | None]
+    based: _PlaceColumns
+
+    def manifest(self, content: Content) -> Manifest:
+        used = dict.fromkeys(base for base in self.bases if base is not None)
+        based = self._placed(self.based, itertools.repeat(None))
+        return Manifest(content, tuple(self._placed(self.chunks, self.bases)), dict(zip(used, based, strict=True)))
+
+    def _placed(self, columns: _PlaceColumns, bases: Iterable[ChunkId | None]) -> Iterator[Placed]:
+        packs = map(self.packs.__getitem__, columns.packs)
+        return map(Placed, packs, columns.offsets, columns.stored, columns.codecs, bases)
 
 
-def _read_places(value: dict[str, object], ids: list[ChunkId]) -> _PlaceColumns:
+def _read_places(value: dict[str, object], ids: list[ChunkId]) -> _PlaceTables:
     packs = [ObjectId(pack) for pack in read_digests(value["packs"], "packs")]
     if len(set(packs)) != len(packs):
         raise FormatError("packs has one twice")
-    numbers = read_integers(value, "pack", len(ids), 0, max(0, len(packs) - 1))
+    bases = read_bases(value["bases"], ids)
+    used = list(dict.fromkeys(base for base in bases if base is not None))
+    table: dict[str, object] = {name: [] for name in _BASE_COLUMNS}
+    if "based" in value:
+        table = mapping(value["based"], "based")
+        check_keys(table, "based", _BASE_COLUMNS, _BASE_COLUMNS, ())
+    if read_digests(table["chunks"], "chunks of based") != used:
+        raise FormatError("based is not of the bases that are used, in the order of their first use")
+    chunks, based = _read_columns(value, len(ids), len(packs)), _read_columns(table, len(used), len(packs))
     # numbered by first use, so that one manifest has one encoding
-    if list(dict.fromkeys(numbers)) != list(range(len(packs))):
+    if list(dict.fromkeys(chunks.packs + based.packs)) != list(range(len(packs))):
         raise FormatError("packs are not numbered by first use")
-    offsets = read_integers(value, "offsets", len(ids), 0, MOST)
-    stored = read_integers(value, "stored", len(ids), 1, CHUNK_MOST)
+    return _PlaceTables(packs, chunks, bases, based)
+
+
+def _read_columns(table: dict[str, object], count: int, packs: int) -> _PlaceColumns:
+    offsets = read_integers(table, "offsets", count, 0, MOST)
+    stored = read_integers(table, "stored", count, 1, CHUNK_MOST)
     check_ends(offsets, stored)
-    codecs = read_integers(value, "codecs", len(ids), 0, CODEC_MOST)
-    return _PlaceColumns([packs[n] for n in numbers], offsets, stored, codecs, read_bases(value["bases"], ids))
+    numbers = read_integers(table, "pack", count, 0, max(0, packs - 1))
+    return _PlaceColumns(numbers, offsets, stored, read_integers(table, "codecs", count, 0, CODEC_MOST))
 
 
 def _read_hole(row: object) -> Span:

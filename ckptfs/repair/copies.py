@@ -40,14 +40,23 @@ class Copies:
     ) -> Raw | None:
         """The bytes of *chunk* from anywhere but the place that is damaged; None when nobody has them now."""
         raw = await self.local(chunk, length, but_image=but_image)
-        if raw is not None or self._remote is None:
-            return raw
         at = self._packs.placed([chunk]).get(chunk)
-        if at is None or at.pack == but_pack:
+        if raw is not None or at is None:
+            return raw
+        base = None
+        if at.base is not None:
+            base = await self.local(at.base, length) or await self._remote_copy(at.base, length, but_pack, None)
+        return await self._remote_copy(chunk, length, but_pack, base)
+
+    async def _remote_copy(
+        self, chunk: ChunkId, length: int, but_pack: ObjectId | None, base: Raw | None
+    ) -> Raw | None:
+        at = self._packs.placed([chunk]).get(chunk)
+        if self._remote is None or at is None or at.pack == but_pack:
             return None
         try:
             return await trio.to_thread.run_sync(
-                partial(_fetch, self._remote, chunk, length, at), abandon_on_cancel=True
+                partial(_fetch, self._remote, chunk, length, at, base), abandon_on_cancel=True
             )
         except (RemoteError, FormatError) as error:
             log.warning("chunk %s cannot be had from %s: %s", chunk.hex(), pack_key(at.pack), error)
@@ -76,9 +85,9 @@ class Copies:
         return raw if digest(raw) == chunk else None
 
 
-def _fetch(remote: ObjectStore, chunk: ChunkId, length: int, at: Placed) -> Raw:
+def _fetch(remote: ObjectStore, chunk: ChunkId, length: int, at: Placed, base: Raw | None) -> Raw:
     """Raises RemoteError, FormatError."""
-    raw = decode(at.codec, remote.get(pack_key(at.pack), at.offset, at.offset + at.length), length)
+    raw = decode(at.codec, remote.get(pack_key(at.pack), at.offset, at.offset + at.length), length, base=base)
     if digest(raw) != chunk:
         raise FormatError("the bytes there are others")
     return raw

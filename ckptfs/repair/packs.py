@@ -7,18 +7,15 @@ could rewrite. So a damaged pack is put again under its own key, once every chun
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
 
-from ckptfs.encoding.codec import decode, encode_as
+from ckptfs.encoding.codec import encode_as
 from ckptfs.encoding.pack import PackBuilder, PackedChunk, pack_name, read_index
 from ckptfs.errors import FormatError
-from ckptfs.ids import ObjectId, digest
-from ckptfs.replica.verify import check_pack
-
-FindRaw = Callable[[PackedChunk], Awaitable[bytes | bytearray | memoryview | None]]
+from ckptfs.ids import ObjectId
+from ckptfs.replica.verify import FindRaw, bases_of, check_pack, damaged
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,9 @@ class Examined:
         return not self.why
 
 
-def examine(name: ObjectId, data: bytes | None, known: tuple[PackedChunk, ...]) -> Examined:
-    """Decode and hash every chunk of pack *name*, whose bytes are *data*; *known* is what the catalog says of it.
-
-    Blocking.
-    """
+async def examine(name: ObjectId, data: bytes | None, known: tuple[PackedChunk, ...], find: FindRaw) -> Examined:
+    """Decode and hash every chunk of pack *name*, whose bytes are *data*; *known* is what the catalog says of it, and
+    *find* gives what deltas are against. One whose base nobody has counts as damaged."""
     if data is None:
         complete = known if pack_name(known) == name else None
         return Examined(complete, frozenset(range(len(complete or ()))), "it is gone")
@@ -51,11 +46,13 @@ def examine(name: ObjectId, data: bytes | None, known: tuple[PackedChunk, ...]) 
     except FormatError as error:
         why = f"its index is damaged ({error})"
         chunks = known if pack_name(known) == name else None
-    view = memoryview(data)
-    bad = frozenset(number for number, chunk in enumerate(chunks or ()) if not _is_there(view, chunk))
+    bad = set()
+    for number, chunk in enumerate(chunks or ()):
+        if await trio.to_thread.run_sync(damaged, data, [chunk], await bases_of([chunk], find)):
+            bad.add(number)
     if bad:
         why = f"{len(bad)} of its {len(chunks or ())} chunks are damaged"
-    return Examined(chunks, bad, why)
+    return Examined(chunks, frozenset(bad), why)
 
 
 async def rebuild(name: ObjectId, data: bytes | None, found: Examined, find: FindRaw) -> bytes | None:
@@ -70,21 +67,14 @@ async def rebuild(name: ObjectId, data: bytes | None, found: Examined, find: Fin
     for number, chunk in enumerate(found.chunks):
         encoded: bytes | memoryview | None = view[chunk.offset : chunk.offset + chunk.length]
         if number in found.bad:
-            raw = await find(chunk)
+            raw = await find(chunk.id, chunk.raw_length)
             if raw is None:
                 return None
-            encoded = await trio.to_thread.run_sync(encode_as, chunk.codec, raw, chunk.length)
+            base = (await bases_of([chunk], find)).get(chunk.base) if chunk.base else None
+            encoded = await trio.to_thread.run_sync(encode_as, chunk.codec, raw, chunk.length, base)
         if encoded is None:
             return None
         builder.add(chunk.id, chunk.raw_length, chunk.codec, encoded, chunk.base)
     _, body, _ = builder.finish()
-    await trio.to_thread.run_sync(check_pack, name, bytes(body))
+    await check_pack(name, bytes(body), find)
     return bytes(body)
-
-
-def _is_there(view: memoryview, chunk: PackedChunk) -> bool:
-    try:
-        raw = decode(chunk.codec, view[chunk.offset : chunk.offset + chunk.length], chunk.raw_length)
-    except FormatError:
-        return False
-    return digest(raw) == chunk.id

@@ -85,7 +85,7 @@ class RemoteScrub:
                 self._found(f"manifest {file.manifest}", str(error), "the file cannot be read where it is not yet",
                             self._paths([file.ino]), state=LOST, repair="")  # fmt: skip
                 continue
-            found.update((at.pack, None) for at in self._packs.placed(chunks).values())
+            found.update((at.pack, None) for at in self._packs.placed_with_bases(chunks).values())
         return list(found)
 
     # Packs
@@ -117,7 +117,7 @@ class RemoteScrub:
         body = await pack_repair.rebuild(name, data, found, partial(self._raw, name))
         if body is not None:
             await self._put(key, body, replace=data is not None)
-            await self._in_thread(lambda: check_pack(name, self._remote.get(key)))
+            await check_pack(name, await self._in_thread(partial(self._remote.get, key)), partial(self._raw, name))
             self._packs.verified(name)
             finding.state, finding.repair = REPAIRED, "the pack was made anew, byte for byte, and put again"
         else:
@@ -131,10 +131,10 @@ class RemoteScrub:
             data: bytes | None = await self._in_thread(partial(self._remote.get, pack_key(name)))
         except ObjectMissing:
             data = None
-        return data, await trio.to_thread.run_sync(pack_repair.examine, name, data, known)
+        return data, await pack_repair.examine(name, data, known, partial(self._raw, name))
 
-    async def _raw(self, name: ObjectId, chunk: PackedChunk) -> Raw | None:
-        return await self._copies.find(chunk.id, chunk.raw_length, but_pack=name)
+    async def _raw(self, name: ObjectId, chunk: ChunkId, length: int) -> Raw | None:
+        return await self._copies.find(chunk, length, but_pack=name)
 
     async def _cannot_rebuild(
         self, pack: ObjectId, finding: Finding, bad: list[PackedChunk], users: list[tuple[StockFile, set[ChunkId]]]

@@ -38,8 +38,7 @@ def manifest_object(contents: Contents, packs: Packs, manifest: int, digest: Obj
         return None
     try:
         content = decode_content(body)
-        places = packs.placed(chunk.id for chunk in content.chunks)
-        encoded = encode_manifest(Manifest(content, tuple(places[chunk.id] for chunk in content.chunks)))
+        encoded = encode_manifest(Manifest.of(content, packs.placed_with_bases(chunk.id for chunk in content.chunks)))
     except (FormatError, KeyError):
         return None
     return {manifest_key(digest): encoded} if object_id(encoded) == digest else None

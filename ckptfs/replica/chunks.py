@@ -1,7 +1,8 @@
 """Getting chunks' raw bytes into an image: from other images of this disk, else from packs on the remote.
 
 Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy
-that differs is forgotten and the remote asked; a pack that lacks it or differs makes way for another that has it.
+that differs is forgotten and the remote asked; a pack that lacks it, or differs twice, makes way for one that has it.
+What a delta is against comes from this disk too where it is here, else in the same turn as the delta.
 
 Who calls: the event loop's thread. Range requests run in abandonable threads with the store's retries; what touches the
 image's descriptor runs in threads that are always waited for, so that the caller may close it afterwards.
@@ -95,6 +96,10 @@ class ChunkFetcher:
             remote = [each for each in wanted if not self._copy_soon(nursery, content, each, image, fd, deliver)]
             self._fetch_soon(nursery, content, remote, fd, deliver)
 
+    async def raw(self, chunk: ChunkId, length: int) -> bytes | None:
+        """The bytes of a chunk that is no delta; None when nobody has them. Raises RemoteError."""
+        return (await self._bases(None, {chunk: length})).get(chunk)
+
     # This disk
 
     def _copy_soon(
@@ -165,13 +170,15 @@ class ChunkFetcher:
         """Neighbours in one pack, joined into range requests."""
         runs: list[tuple[ObjectId, list[tuple[Wanted, Placed]]]] = []
         ordered = sorted(placed, key=lambda each: (each[1].pack, each[1].offset))
-        start = end = 0
+        start = end = bases_bytes = 0
         for wanted, at in ordered:
+            bases_bytes += wanted.chunk.length if at.base is not None else 0
             joined = (
                 bool(runs)
                 and runs[-1][0] == at.pack
                 and at.offset <= end + self._tuning.fetch_gap_bytes
                 and at.offset + at.length <= start + self._tuning.fetch_bytes
+                and bases_bytes <= self._tuning.fetch_bytes  # they are in memory while the run is decoded
             )
             if joined:
                 runs[-1][1].append((wanted, at))
@@ -179,6 +186,7 @@ class ChunkFetcher:
             else:
                 runs.append((at.pack, [(wanted, at)]))
                 start, end = at.offset, at.offset + at.length
+                bases_bytes = wanted.chunk.length if at.base is not None else 0
         order = {id(wanted): index for index, (wanted, _) in enumerate(placed)}
         # What the reader asked for first is requested first.
         return sorted(runs, key=lambda run: min(order[id(wanted)] for wanted, _ in run[1]))
@@ -192,19 +200,15 @@ class ChunkFetcher:
         fd: int | None,
         deliver: Deliver,
     ) -> None:
-        start = min(at.offset for _, at in run)
-        end = max(at.offset + at.length for _, at in run)
         key = pack_key(pack)
         try:
             async with self._limiter:
-                self.requests += 1
-                data = await trio.to_thread.run_sync(
-                    partial(self._remote.get, key, start, end), abandon_on_cancel=True, limiter=_unlimited()
-                )
-                self.bytes_fetched += end - start
-                outcomes = await trio.to_thread.run_sync(
-                    self._unpack, memoryview(data), start, run, fd, limiter=_unlimited()
-                )
+                outcomes = await self._get_run(content, pack, run, fd)
+                damaged = {id(each.wanted) for each in outcomes if isinstance(each.error, FormatError)}
+                if damaged:  # on their way, perhaps
+                    outcomes = [each for each in outcomes if id(each.wanted) not in damaged]
+                    again = [each for each in run if id(each[0]) in damaged]
+                    outcomes += await self._get_run(content, pack, again, fd)
         except RemoteError as error:
             outcomes = [Outcome(wanted, error) for wanted, _ in run]
         bad = []
@@ -219,6 +223,48 @@ class ChunkFetcher:
             wanted = [outcome.wanted for outcome in bad]
             tried = {each.chunk.id: at for each, at in run}
             await self._elsewhere(nursery, content, wanted, tried, bad[0].error, fd, deliver)
+
+    async def _get_run(
+        self, content: Content | None, pack: ObjectId, run: list[tuple[Wanted, Placed]], fd: int | None
+    ) -> list[Outcome]:
+        """Raises RemoteError."""
+        start = min(at.offset for _, at in run)
+        end = max(at.offset + at.length for _, at in run)
+        self.requests += 1
+        data = await trio.to_thread.run_sync(
+            partial(self._remote.get, pack_key(pack), start, end), abandon_on_cancel=True, limiter=_unlimited()
+        )
+        self.bytes_fetched += end - start
+        bases = await self._bases(content, {at.base: each.chunk.length for each, at in run if at.base is not None})
+        unpack = partial(self._unpack, memoryview(data), start, run, bases, fd)
+        return await trio.to_thread.run_sync(unpack, limiter=_unlimited())
+
+    async def _bases(self, content: Content | None, lengths: Mapping[ChunkId, int]) -> dict[ChunkId, bytes]:
+        """The raw bytes of chunks that deltas are against; those that nobody has are left out. Raises RemoteError."""
+        wanted = {base: Wanted(Chunk(base, length, None), 0) for base, length in lengths.items()}
+        found: dict[ChunkId, bytes] = {}
+        for base, each in wanted.items():
+            for place in self._contents.locations(base):
+                outcome = await trio.to_thread.run_sync(self._copy_blocking, each, place, None, limiter=_unlimited())
+                if outcome.raw is not None:
+                    found[base] = bytes(outcome.raw)
+                    break
+        lacking = wanted.keys() - found.keys()
+        places = self._packs.placed(lacking)
+        if content is not None and lacking - places.keys():
+            places = dict(await self._manifests.places(content)) | places
+        # One that is said to be a delta itself is nobody's base: who wrote that may also have written a circle.
+        whole = [(wanted[base], places[base]) for base in lacking & places.keys() if places[base].base is None]
+        for pack, run in self._runs(whole):
+            try:
+                outcomes = await self._get_run(None, pack, run, None)
+            except RemoteError as error:
+                if error.temporary:
+                    raise
+                log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(pack), error)
+                continue
+            found |= {each.wanted.chunk.id: bytes(each.raw) for each in outcomes if each.raw is not None}
+        return found
 
     async def _elsewhere(
         self,
@@ -242,12 +288,20 @@ class ChunkFetcher:
         for pack, run in self._runs(again):
             await self._fetch_run(nursery, content, pack, run, fd, deliver)
 
-    def _unpack(self, data: memoryview, start: int, run: list[tuple[Wanted, Placed]], fd: int | None) -> list[Outcome]:
+    def _unpack(
+        self,
+        data: memoryview,
+        start: int,
+        run: list[tuple[Wanted, Placed]],
+        bases: Mapping[ChunkId, bytes],
+        fd: int | None,
+    ) -> list[Outcome]:
         outcomes = []
         for wanted, at in run:
             encoded = data[at.offset - start : at.offset - start + at.length]
+            base = None if at.base is None else bases.get(at.base)
             try:
-                raw = decode(at.codec, encoded, wanted.chunk.length, _scratch.buffer)
+                raw = decode(at.codec, encoded, wanted.chunk.length, _scratch.buffer, base)
             except FormatError as error:
                 outcomes.append(Outcome(wanted, error))
                 continue

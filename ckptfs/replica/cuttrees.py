@@ -64,13 +64,15 @@ def files_in_order(
     Reads the catalog as it goes; *leaves_out* takes a directory that need not be sent any more out of the cut.
     """
     seen: set[int] = set()
-    pending: list[Iterator[tuple[bytes, Inode, CutFile | None]]] = [iter(cuts.files(cut, ROOT_INODE))]
+    pending = [(b"", iter(cuts.files(cut, ROOT_INODE, b"")))]
     while pending:
-        for _, ino, file in pending[-1]:
+        above, files = pending[-1]
+        for name, ino, file in files:
             if file is None:
                 if leaves_out(ino):
                     continue
-                pending.append(iter(cuts.files(cut, ino)))
+                path = above + name + b"/"
+                pending.append((path, iter(cuts.files(cut, ino, path))))
                 break
             if file.manifest not in seen:
                 seen.add(file.manifest)
@@ -95,10 +97,10 @@ class CutTrees:
         for start in range(0, max(1, len(content.chunks)), _LOOK_UP):
             await trio.lowlevel.checkpoint()
             some = {chunk.id for chunk in content.chunks[start : start + _LOOK_UP]}
-            places |= self._packs.placed(some - places.keys())
+            places |= self._packs.placed_with_bases(some - places.keys())
 
         def encode() -> tuple[ObjectId, bytes]:
-            body = encode_manifest(Manifest(content, tuple(places[chunk.id] for chunk in content.chunks)))
+            body = encode_manifest(Manifest.of(content, places))
             return object_id(body), body
 
         try:

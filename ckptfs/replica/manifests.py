@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import trio
 
-from ckptfs.encoding.canonical import open_object
 from ckptfs.encoding.keys import manifest_key
-from ckptfs.encoding.manifest import Content, Manifest, Placed, decode_content, decode_manifest, encode_content
+from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, decode_content, decode_manifest, encode_content
 from ckptfs.encoding.pack import PackedChunk
 from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
 from ckptfs.ids import ChunkId, ObjectId
@@ -23,6 +22,7 @@ from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.checked import get_object
 
 log = logging.getLogger(__name__)
 
@@ -124,14 +124,15 @@ class Manifests:
 
     async def _get(self, digest: ObjectId, body: bytes | None) -> Manifest:
         def get() -> Manifest:
-            data = open_object(self._remote.get(manifest_key(digest)), digest) if body is None else body
-            return decode_manifest(data)
+            return decode_manifest(get_object(self._remote, manifest_key(digest), digest) if body is None else body)
 
         with trio.fail_after(self._timeout_s):
             return await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)
 
     async def _learn(self, manifest: Manifest) -> None:
-        pairs = iter(zip(manifest.content.chunks, manifest.places, strict=True))
+        lengths = {at.base: chunk.length for chunk, at in zip(manifest.content.chunks, manifest.places, strict=True)}
+        bases = ((Chunk(base, lengths[base], None), at) for base, at in manifest.bases.items())
+        pairs = chain(zip(manifest.content.chunks, manifest.places, strict=True), bases)
         while batch := list(islice(pairs, _LEARNED_AT_ONCE)):
             packs: dict[ObjectId, list[PackedChunk]] = {}
             for chunk, at in batch:
@@ -163,7 +164,8 @@ def _prepare(manifest: Manifest) -> tuple[_Cached, bytes]:
 
 
 def _places(manifest: Manifest) -> dict[ChunkId, Placed]:
-    return {chunk.id: at for chunk, at in zip(manifest.content.chunks, manifest.places, strict=True)}
+    chunks = (chunk.id for chunk in manifest.content.chunks)
+    return dict(manifest.bases) | dict(zip(chunks, manifest.places, strict=True))
 
 
 def _unavailable(digest: ObjectId, error: Exception) -> ContentUnavailable:

@@ -32,11 +32,13 @@ from ckptfs.errors import CkptfsError, ObjectExists, ObjectMissing, RemoteError
 from ckptfs.ids import ImageId, Inode, ObjectId
 from ckptfs.local.catalog.cuts import CutRow, Cuts, Subtree, Unneeded
 from ckptfs.local.catalog.heads import HeadRow, Heads
+from ckptfs.local.catalog.keyframes import Keyframes
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.admission import admit, bind, bound_to, recognise
+from ckptfs.replica.bases import Bases
 from ckptfs.replica.cuttrees import BuiltTrees, CutTrees, PackLost, files_in_order
 from ckptfs.replica.indexes import IndexLearner
 from ckptfs.replica.puts import Puts
@@ -123,6 +125,7 @@ class Publisher:
             contents=store.contents,
             cuts=cuts,
             packs=packs,
+            bases=Bases(store.contents, packs, Keyframes(store.catalog)),
             images=store.images,
             remote=remote,
             tuning=tuning,

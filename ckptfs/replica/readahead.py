@@ -1,10 +1,10 @@
 """How far ahead of a reader it is worth fetching. Pure; the hydrator does the fetching.
 
-Who reads a whole file wants as much on its way as the line to the remote holds. Who reads a few tensors, a slice of one,
-or the first layers of a model, must not pay for the rest: `ckptfs.reading` says what readers have earned. Within that,
-fetching ends with the tensor that is being read, unless the two before it were read whole: then the reader is led on
-into the next. A file in which no tensors are known is read whole when it is read from its start: then as much is fetched
-ahead as was read. Several threads or processes that share the work are one reader.
+Who reads a whole file wants as much on its way as the line to the remote holds. Who reads a few tensors, a slice of
+one, or the first layers of a model, must not pay for the rest: `ckptfs.reading` says what readers have earned. Within
+that, fetching ends with the tensor that is being read, unless the two before it were read whole: then the reader is led
+on into the next. A file in which no tensors are known is read whole when it is read from its start: then as much is
+fetched ahead as was read. Several threads or processes that share the work are one reader.
 """
 
 from __future__ import annotations

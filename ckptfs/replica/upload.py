@@ -8,12 +8,14 @@ bytes in it, not the encoded ones: it can be planned without encoding, and packs
 Who calls: one task on the loop, which plans and owns the catalog, and begins a task for each pack: it has the pack
 built in the background (`encode_threads` at once) and puts it in a thread (as many at once as `Pace` says). What is in
 memory is at most that many packs and one more for each that may be built, and never more than `upload_bytes`. Each
-acknowledged pack is one transaction, so that nothing acknowledged is sent again after a kill. Cancelling leaves puts on
-their way to finish alone: an object that nobody names is no harm.
+acknowledged pack is one transaction, so that nothing acknowledged is sent again after a kill; one with deltas against
+chunks that are on their way themselves counts as acknowledged once they are. Cancelling leaves puts on their way to
+finish alone: an object that nobody names is no harm.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import mmap
@@ -41,6 +43,7 @@ from ckptfs.local.catalog.cuts import CutFile, Cuts
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.bases import Bases, Kin, keys
 from ckptfs.replica.pace import Pace
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,7 @@ T = TypeVar("T")
 
 _SMALL_BODY = 64 << 10
 """Encoded contents up to this are decoded on the loop: a thread hop would cost more."""
-_LOOK_UP = 1500
+_LOOK_UP = 500
 """Chunks looked up before others may run: 5 to 10 ms."""
 _RATE_OVER_S = 10.0
 """The upload rate is averaged over about this long ..."""
@@ -77,6 +80,8 @@ class Needed:
     """In the file, and so in its image."""
     image: ImageId | None = None
     """The file's image when this was planned."""
+    kin: Kin | None = None
+    """Its place in a series, where it is a piece of a tensor."""
 
 
 class PackPlan:
@@ -152,6 +157,16 @@ class UploadCounters:
         self.packs += 1
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A pack that the remote has taken."""
+
+    name: ObjectId
+    rows: tuple[PackedChunk, ...]
+    verified: bool
+    chunks: list[Needed]
+
+
 @dataclass
 class _Job:
     """A pack on its way: what belongs into it, and the images where it may be found."""
@@ -169,6 +184,7 @@ class Uploader:
         contents: Contents,
         cuts: Cuts,
         packs: Packs,
+        bases: Bases,
         images: Images,
         remote: ObjectStore,
         tuning: Tuning,
@@ -179,6 +195,7 @@ class Uploader:
         self._contents = contents
         self._cuts = cuts
         self._packs = packs
+        self._bases = bases
         self._images = images
         self._remote = remote
         self._tuning = tuning
@@ -192,6 +209,8 @@ class Uploader:
         self._most_in_memory = 1
         self._repeated = 0
         """`counters.repeated` when a put ended last."""
+        self._early: list[_Sent] = []
+        """Packs that came before what their deltas are against."""
 
     async def upload(self, files: Iterable[CutFile], pending_bytes: int) -> None:
         """Return when the remote has every chunk of *files*, which come in path order.
@@ -214,11 +233,14 @@ class Uploader:
                             break
             except CkptfsError as error:
                 failures.append(error)
+        self._acknowledge_early()
         if failures:
             raise next((each for each in failures if isinstance(each, DamagedContent)), failures[0])
 
     def _begin(self, pack_bytes: int) -> None:
         self._counters.begin()
+        self._bases.begin()
+        self._early.clear()
         self._repeated = self._counters.repeated
         self._most_in_memory = max(1, min(self._tuning.upload_most, self._tuning.upload_bytes // pack_bytes))
         self._pace.limit(self._most_in_memory)
@@ -235,6 +257,7 @@ class Uploader:
         plan = PackPlan(pack_bytes)
         for file in files:
             for pack in plan.add(await self._needed(file, on_its_way)):
+                self._bases.sending(_kin(pack), {chunk.id: chunk.length for chunk in pack})
                 yield pack
         for pack in plan.finish():
             yield pack
@@ -242,18 +265,23 @@ class Uploader:
     async def _needed(self, file: CutFile, on_its_way: set[ChunkId]) -> list[Needed]:
         """The chunks of *file* that neither the remote has nor a pack on its way."""
         content = await self.content(file.manifest)
-        offsets = content.offsets()
-        needed = []
+        found_keys = keys(content, file.path) if self._tuning.delta else itertools.repeat(())
+        rows = zip(content.chunks, content.offsets(), found_keys, strict=False)
+        needed: list[Needed] = []
         await trio.lowlevel.checkpoint()
-        for start in range(0, len(content.chunks), _LOOK_UP):
-            if start:
-                await trio.lowlevel.checkpoint()
-            chunks = content.chunks[start : start + _LOOK_UP]
-            known = self._packs.known({chunk.id for chunk in chunks})
-            for chunk, offset in zip(chunks, offsets[start : start + _LOOK_UP], strict=True):
+        while batch := list(itertools.islice(rows, _LOOK_UP)):
+            known = self._packs.known({chunk.id for chunk, _, _ in batch})
+            lacking = []
+            for chunk, offset, found in batch:
                 if chunk.id not in known and chunk.id not in on_its_way:
                     on_its_way.add(chunk.id)
-                    needed.append(Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset, file.image))
+                    lacking.append((chunk, offset, found))
+            kin = self._bases.find([(chunk, found) for chunk, _, found in lacking])
+            needed += (
+                Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset, file.image, kin.get(chunk.id))
+                for chunk, offset, _ in lacking
+            )
+            await trio.lowlevel.checkpoint()
         return needed
 
     async def content(self, manifest: int) -> Content:
@@ -267,15 +295,15 @@ class Uploader:
     async def _carry(self, chunks: list[Needed], on_its_way: set[ChunkId], failures: list[Exception]) -> None:
         """Send a pack whose place in memory is taken."""
         try:
-            if not failures:
-                await self._send(chunks)
+            if not failures and await self._send(chunks):
                 on_its_way.difference_update(chunk.id for chunk in chunks)  # the catalog knows them now
         except (CkptfsError, OSError) as error:
             failures.append(error)
         finally:
             self._in_memory.release_on_behalf_of(id(chunks))
 
-    async def _send(self, chunks: list[Needed]) -> None:
+    async def _send(self, chunks: list[Needed]) -> bool:
+        """Whether the pack counts as acknowledged already."""
         job = _Job(chunks, {chunk.id: [(chunk.image, chunk.offset)] for chunk in chunks if chunk.image is not None})
         packed = await self._build(job)
         if isinstance(packed, set):  # moved or gone since: look at every place that is known now
@@ -284,20 +312,30 @@ class Uploader:
         if isinstance(packed, set):
             raise DamagedContent({chunk.manifest for chunk in chunks if chunk.id in packed})
         name, data, rows = packed
-        verified = await self._put(name, data)
-        self._packs.acknowledged(name, rows, verified=verified)
-        self._acknowledged(name)
+        sent = _Sent(name, rows, await self._put(name, data), chunks)
         self._counters.sent(len(data), sum(chunk.length for chunk in chunks))
+        if not self._bases.are_there(rows):
+            self._early.append(sent)
+            return False
+        self._acknowledge(sent)
+        return True
+
+    def _acknowledge_early(self) -> None:
+        """Those of which what they are against is there by now. The rest is sent again, with what is lacking."""
+        while ready := [sent for sent in self._early if self._bases.are_there(sent.rows)]:
+            for sent in ready:
+                self._acknowledge(sent)
+                self._early.remove(sent)
+
+    def _acknowledge(self, sent: _Sent) -> None:
+        self._packs.acknowledged(sent.name, sent.rows, verified=sent.verified)
+        self._bases.sent(_kin(sent.chunks), sent.rows)
+        self._acknowledged(sent.name)
 
     async def _build(self, job: _Job) -> tuple[ObjectId, memoryview, tuple[PackedChunk, ...]] | set[ChunkId]:
         """The pack, in memory that only its file descriptor names; or the chunks that no place has."""
         wanted = [
-            (
-                chunk.id,
-                chunk.length,
-                chunk.dtype,
-                [(self._images.file(image), offset) for image, offset in job.sources.get(chunk.id, [])],
-            )
+            (chunk.id, chunk.length, chunk.dtype, self._files(job.sources.get(chunk.id, [])), self._against(chunk))
             for chunk in job.chunks
         ]
         light = sum(chunk.length for chunk in job.chunks) <= self._tuning.light_bytes
@@ -316,6 +354,16 @@ class Uploader:
         finally:
             os.close(fd)
         return built.name, memoryview(data), tuple(PackedChunk(*row) for row in built.rows)
+
+    def _against(self, chunk: Needed) -> tuple[ChunkId, list[tuple[str, int]], float] | None:
+        """What `background.packing.Against` is made of."""
+        base = chunk.kin.base if chunk.kin is not None else None
+        if base is None:
+            return None
+        return base.keyframe.chunk, self._files(base.places), base.keyframe.stored / base.keyframe.count
+
+    def _files(self, places: Iterable[tuple[ImageId, int]]) -> list[tuple[str, int]]:
+        return [(self._images.file(image), offset) for image, offset in places]
 
     async def _put(self, name: ObjectId, data: memoryview) -> bool:
         """Store the pack; whether the remote's own checksum of it equals ours."""
@@ -353,3 +401,6 @@ class Uploader:
             places[chunk.id] += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
         return places
 
+
+def _kin(chunks: Iterable[Needed]) -> dict[ChunkId, Kin]:
+    return {chunk.id: chunk.kin for chunk in chunks if chunk.kin is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import trio
@@ -12,39 +12,74 @@ from ckptfs.encoding.codec import decode
 from ckptfs.encoding.keys import pack_key
 from ckptfs.encoding.pack import PackedChunk, read_index
 from ckptfs.errors import FormatError
-from ckptfs.ids import ObjectId, digest
+from ckptfs.ids import ChunkId, ObjectId, digest
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.remote.base import ObjectStore
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 8
+"""Chunks whose bases are in memory together."""
 
-async def verify_packs(remote: ObjectStore, packs: Packs, names: Sequence[ObjectId]) -> None:
-    """Read *names* one after another and mark those that hold what they should.
+
+FindRaw = Callable[[ChunkId, int], Awaitable[bytes | bytearray | memoryview | None]]
+"""The bytes of a chunk, by its length; None when they cannot be had."""
+
+
+async def verify_packs(remote: ObjectStore, packs: Packs, names: Sequence[ObjectId], find: FindRaw) -> None:
+    """Read *names* one after another and mark those that hold what they should; *find* gives what deltas are against.
 
     Raises RemoteError when the remote does not deliver; a pack that is damaged is logged and stays unverified.
     """
     for name in names:
         data = await trio.to_thread.run_sync(partial(remote.get, pack_key(name)), abandon_on_cancel=True)
         try:
-            await trio.to_thread.run_sync(check_pack, name, data)
+            await check_pack(name, data, find)
         except FormatError as error:
             log.error("%s is damaged on the remote: %s", pack_key(name), error)
         else:
             packs.verified(name)
 
 
-def check_pack(name: ObjectId, data: bytes) -> tuple[PackedChunk, ...]:
-    """The index of pack *name*, after every chunk in it was decoded and hashed. Blocking.
+async def check_pack(name: ObjectId, data: bytes, find: FindRaw) -> tuple[PackedChunk, ...]:
+    """The index of pack *name*, after every chunk in it was decoded and hashed.
 
-    Raises FormatError at the first difference.
+    Raises FormatError at the first difference, or when *find* does not have what a delta is against.
     """
-    chunks = read_index(data, len(data), name)
-    view = memoryview(data)
-    for chunk in chunks:
-        if chunk.base is not None:
-            raise FormatError(f"chunk {chunk.id.hex()} is a delta, which this version does not read")
-        raw = decode(chunk.codec, view[chunk.offset : chunk.offset + chunk.length], chunk.raw_length)
-        if digest(raw) != chunk.id:
-            raise FormatError(f"the bytes of chunk {chunk.id.hex()} are others")
+    chunks = await trio.to_thread.run_sync(read_index, data, len(data), name)
+    for start in range(0, len(chunks), _AT_ONCE):
+        batch = chunks[start : start + _AT_ONCE]
+        bad = await trio.to_thread.run_sync(damaged, data, batch, await bases_of(batch, find))
+        if bad:
+            raise FormatError(f"the bytes of chunk {bad[0].id.hex()} are others")
     return chunks
+
+
+async def bases_of(chunks: Iterable[PackedChunk], find: FindRaw) -> dict[ChunkId, bytes | bytearray | memoryview]:
+    """What deltas among *chunks* are against, as far as *find* has it."""
+    found = {}
+    for chunk in chunks:
+        if chunk.base is not None and chunk.base not in found:
+            raw = await find(chunk.base, chunk.raw_length)
+            if raw is not None:
+                found[chunk.base] = raw
+    return found
+
+
+def damaged(
+    data: bytes, chunks: Iterable[PackedChunk], bases: Mapping[ChunkId, bytes | bytearray | memoryview]
+) -> list[PackedChunk]:
+    """Those of *chunks* whose bytes in the pack *data* are not what they should be. Blocking."""
+    view = memoryview(data)
+    return [chunk for chunk in chunks if not _is_there(view, chunk, bases)]
+
+
+def _is_there(
+    view: memoryview, chunk: PackedChunk, bases: Mapping[ChunkId, bytes | bytearray | memoryview]
+) -> bool:
+    encoded = view[chunk.offset : chunk.offset + chunk.length]
+    try:
+        raw = decode(chunk.codec, encoded, chunk.raw_length, base=bases.get(chunk.base) if chunk.base else None)
+    except FormatError:
+        return False
+    return digest(raw) == chunk.id

@@ -6,40 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
 from tests.conftest import Bucket
+from tests.support.copies import download
 from tests.support.machines import Machines, census
 
 pytestmark = pytest.mark.timeout(150)
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "restore.py"
-
-
-def client(bucket: Bucket) -> Any:
-    environment = bucket.environment
-    return boto3.client(
-        "s3",
-        endpoint_url=environment["AWS_ENDPOINT_URL"],
-        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
-        region_name="us-east-1",
-    )
-
-
-def download(bucket: Bucket, target: Path) -> None:
-    """A copy of what lies below run/, as `aws s3 cp --recursive` makes it."""
-    s3 = client(bucket)
-    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket.name, Prefix="run/"):
-        for found in page.get("Contents", []):
-            path = target / found["Key"].removeprefix("run/")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            s3.download_file(bucket.name, found["Key"], str(path))
-    s3.close()
 
 
 def fill(top: Path) -> None:

@@ -316,7 +316,12 @@ CHUNKS = tuple(Chunk(ChunkId(bytes([number]) * 32), 100 + number, "float32") for
 CONTENT = Content(
     sum(chunk.length for chunk in CHUNKS) + 50, ((0, 50),), CHUNKS, (TensorSpan("t", "float32", (5,), 50, 70),)
 )
-MANIFEST = Manifest(CONTENT, tuple(Placed(ObjectId(b"p" * 32), at, 90, 0, None) for at in (0, 90, 180)))
+BASE = ChunkId(b"b" * 32)
+MANIFEST = Manifest(
+    CONTENT,
+    tuple(Placed(ObjectId(b"p" * 32), at, 90, 7, base) for at, base in ((0, None), (90, BASE), (180, BASE))),
+    {BASE: Placed(ObjectId(b"q" * 32), 5, 80, 3, None)},
+)
 TREE = Tree(FileId(b"d" * 16), (
     Entry(b"dir", Stamp(5), FileId(b"e" * 16), 0o40755, changed=Stamp(5), tree=ObjectId(b"t" * 32)),
     Entry(b"file", Stamp(5), FileId(b"f" * 16), 0o100644, size=5, changed=Stamp(5), manifest=ObjectId(b"m" * 32)),

@@ -171,7 +171,7 @@ def test_sealing_reaches_cuts(tmp_path: Path) -> None:
         assert len(here.cuts.unsealed(cut)) == 2
         await seal(here)
         assert here.cuts.unsealed(cut) == []
-        assert [file is not None for _, _, file in here.cuts.files(cut, ROOT_INODE)] == [True, True]
+        assert [file is not None for _, _, file in here.cuts.files(cut, ROOT_INODE, b"")] == [True, True]
 
     cutting(tmp_path / "s", test)
 
@@ -183,11 +183,11 @@ def test_rescued_image_is_followed(tmp_path: Path) -> None:
         await here.write("f", b"old" * 1000)
         await seal(here)
         cut = here.cut()
-        ((_, _, before),) = here.cuts.files(cut, ROOT_INODE)
+        ((_, _, before),) = here.cuts.files(cut, ROOT_INODE, b"")
         fh = await here.open("f", os.O_RDWR)
         await here.fs.files.write(fh, 0, b"new")
         await here.fs.release(fh)
-        ((_, _, after),) = here.cuts.files(cut, ROOT_INODE)
+        ((_, _, after),) = here.cuts.files(cut, ROOT_INODE, b"")
         assert after.image != before.image and after.manifest == before.manifest
         assert here.cuts.image_of(after.manifest) == after.image
         assert here.store.images.path(after.image).read_bytes() == b"old" * 1000

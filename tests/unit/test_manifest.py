@@ -40,7 +40,11 @@ CONTENT = Content(
     (chunk(1, 15), chunk(2, 5, "float32"), chunk(3, 39), chunk(4, 1)),
     (TensorSpan("layer.weight", "float32", (2, 5), 25, 30), TensorSpan("", "void16", (), 100, 100)),
 )
-MANIFEST = Manifest(CONTENT, (placed(9, 0, 15), placed(8, 7, 5, 2), placed(9, 15, 20, 3, 1), placed(9, 40, 1)))
+MANIFEST = Manifest(
+    CONTENT,
+    (placed(9, 0, 15), placed(8, 7, 5, 2), placed(9, 15, 20, 7, 6), placed(9, 40, 1)),
+    {ChunkId(bytes([6]) * 32): placed(7, 3, 30, 3)},
+)
 
 
 def test_offsets_skip_holes() -> None:
@@ -78,8 +82,11 @@ def test_manifest_bytes_are_fixed() -> None:
     """A manifest has the same name for ever: pinned here."""
     body = encode_manifest(MANIFEST)
     assert decode_manifest(body) == MANIFEST
-    assert json.loads(body)["packs"] == ["09" * 32, "08" * 32]
-    assert canonical.object_id(body).hex() == "464cbcd780f8d01d3f51b6d7784755aeb2fe9ec549d7655f264710f4fbbe205e"
+    assert json.loads(body)["packs"] == ["09" * 32, "08" * 32, "07" * 32]
+    assert canonical.object_id(body).hex() == "c87e39d526144939ae9aaf406a0c491502de64adb2e446bdeceda923f167ff4f"
+    plain = Manifest(CONTENT, (*MANIFEST.places[:2], placed(9, 15, 20, 3), MANIFEST.places[3]))
+    body = encode_manifest(plain)
+    assert canonical.object_id(body).hex() == "4dcff37e65ee42cc80f3bffe29a1bd2c959d1fde9db7a1c620b9f6aff9eb9de0"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +133,10 @@ def test_impossible_places_are_never_written() -> None:
     ):  # fmt: skip
         with pytest.raises(FormatError):
             encode_manifest(Manifest(one, (place,)))
+    delta, base = placed(1, 0, 1, 7, 2), ChunkId(bytes([2]) * 32)
+    for bases in ({}, {base: placed(1, 0, 1, 7, 3)}, {ChunkId(bytes([3]) * 32): placed(1, 0, 1)}):
+        with pytest.raises(FormatError):
+            encode_manifest(Manifest(one, (delta,), bases))
     for places in ((), (placed(1, 0, 1), placed(1, 1, 1))):
         with pytest.raises(FormatError):
             encode_manifest(Manifest(one, places))
@@ -158,7 +169,7 @@ def _set(key: str, value: object) -> Callable[[dict[str, Any]], None]:
         _set("holes", [["0", 10], [30, 50], [90, 100]]),
         _set("tensors", [[]]),
         _set("tensors", [["t", "u", 1, 0, 0]]),
-        _set("pack", [0, 1, 0, 2]),
+        _set("pack", [0, 1, 0, 3]),
         _set("pack", [1, 0, 1, 1]),
         _set("pack", [0, 0, 0, 0]),
         _set("packs", ["09" * 32, "09" * 32]),
@@ -168,6 +179,18 @@ def _set(key: str, value: object) -> Callable[[dict[str, Any]], None]:
         _set("requires", ["shiny@9.9"]),
         _set("requires", "shiny"),
         _set("optional", [1]),
+        _set("requires", []),
+        lambda fields: fields.pop("requires"),
+        lambda fields: fields.pop("based"),
+        _set("based", None),
+        lambda fields: fields["based"].pop("pack"),
+        lambda fields: fields["based"].update(surprise=[1]),
+        lambda fields: fields["based"].update(chunks=["07" * 32]),
+        lambda fields: fields["based"].update(chunks=["06" * 32, "06" * 32]),
+        lambda fields: fields["based"].update(pack=[3]),
+        lambda fields: fields["based"].update(pack=[0]),
+        lambda fields: fields["based"].update(stored=[0]),
+        lambda fields: fields["based"].update(codecs=[]),
     ],
 )
 def test_every_field_is_checked(damage: Callable[[dict[str, Any]], object]) -> None:
@@ -183,7 +206,7 @@ def test_evolution() -> None:
     fields = json.loads(encode_manifest(MANIFEST))
     fields |= {"optional": ["colours@0.9"], "colours": ["red"]}
     assert decode_manifest(canonical.dumps(fields)) == MANIFEST
-    fields["requires"] = ["shiny@9.9"]
+    fields["requires"] = ["delta", "shiny@9.9"]
     with pytest.raises(FormatError, match=r"manifest needs shiny@9\.9: install ckptfs 9\.9 or newer"):
         decode_manifest(canonical.dumps(fields))
 

@@ -23,6 +23,9 @@ RAW = {
     "short": b"x",
 }
 DTYPES = {"floats": "float32", "doubles": "float64", "bytes": "float8_e4m3fn"}
+BEFORE = RANDOM.normal(size=2000).astype(np.float32)
+"""What a delta is against, in another pack."""
+AFTER = BEFORE * np.float32(1.001)
 
 
 def a_pack() -> tuple[ObjectId, bytes, tuple[PackedChunk, ...]]:
@@ -30,6 +33,8 @@ def a_pack() -> tuple[ObjectId, bytes, tuple[PackedChunk, ...]]:
     for name, raw in RAW.items():
         number, encoded = codec.encode(raw, DTYPES.get(name))
         builder.add(ChunkId(digest(raw)), len(raw), number, encoded)
+    number, encoded = codec.encode_delta(AFTER.tobytes(), BEFORE.tobytes(), "float32")
+    builder.add(ChunkId(digest(AFTER.tobytes())), AFTER.nbytes, number, encoded, ChunkId(digest(BEFORE.tobytes())))
     name, data, rows = builder.finish()
     return name, bytes(data), rows
 
@@ -64,7 +69,11 @@ def test_a_sample_is_about_its_share() -> None:
     assert all(Pace(Scrubbing(), None, 1.0).chooses() for _ in range(1000))
 
 
-@pytest.mark.parametrize("damage", ["chunk", "index", "trailer", "cut", "gone", "several"])
+async def only_the_base(chunk: ChunkId, length: int) -> bytes | None:
+    return BEFORE.tobytes() if chunk == digest(BEFORE.tobytes()) else None
+
+
+@pytest.mark.parametrize("damage", ["chunk", "delta", "index", "trailer", "cut", "gone", "several"])
 def test_a_damaged_pack_is_made_anew(damage: str) -> None:
     """Whatever was damaged: with the raw bytes of the chunks it comes out byte for byte; without, not at all."""
     name, data, rows = a_pack()
@@ -73,34 +82,41 @@ def test_a_damaged_pack_is_made_anew(damage: str) -> None:
         broken[10] ^= 1
     if damage == "several":
         broken[rows[2].offset + 40] ^= 1
+    if damage == "delta":
+        broken[rows[-1].offset + 40] ^= 1
     if damage == "index":
         broken[-40] ^= 1
     if damage == "trailer":
         broken[-1] ^= 1
     left = None if damage == "gone" else bytes(broken[: rows[3].offset]) if damage == "cut" else bytes(broken)
-    found = examine(name, left, rows)
+    found = trio.run(examine, name, left, rows, only_the_base)
     assert not found.is_sound and found.chunks == rows
-    raw_of = {digest(raw): raw for raw in RAW.values()}
+    raw_of = {digest(raw): raw for raw in (*RAW.values(), AFTER.tobytes(), BEFORE.tobytes())}
 
-    async def everything(chunk: PackedChunk) -> bytes | None:
-        return raw_of[chunk.id]
-
-    async def nothing(chunk: PackedChunk) -> bytes | None:
-        return None
+    async def everything(chunk: ChunkId, length: int) -> bytes | None:
+        return raw_of[chunk]
 
     assert trio.run(rebuild, name, left, found, everything) == data
     if damage not in ("index", "trailer"):
-        assert trio.run(rebuild, name, left, found, nothing) is None
-    assert examine(name, data, ()).is_sound
+        assert trio.run(rebuild, name, left, found, only_the_base) is None
+    assert trio.run(examine, name, data, (), only_the_base).is_sound
 
 
 def test_a_pack_of_which_nobody_knows_what_was_in_it() -> None:
     """Its index is damaged and the catalog knows some of its chunks only: nothing is guessed."""
     name, data, rows = a_pack()
-    found = examine(name, data[:-1] + b"?", rows[:2])
+    found = trio.run(examine, name, data[:-1] + b"?", rows[:2], only_the_base)
     assert found.chunks is None and not found.is_sound
+    assert trio.run(rebuild, name, data, found, only_the_base) is None
 
-    async def nothing(chunk: PackedChunk) -> bytes | None:
+
+def test_a_delta_whose_base_nobody_has() -> None:
+    """Its bytes cannot be told to be right, and nothing is put in their place."""
+    name, data, rows = a_pack()
+
+    async def nothing(chunk: ChunkId, length: int) -> bytes | None:
         return None
 
+    found = trio.run(examine, name, data, rows, nothing)
+    assert found.bad == {len(rows) - 1}
     assert trio.run(rebuild, name, data, found, nothing) is None

@@ -14,7 +14,9 @@ from ckptfs.encoding.keys import pack_key
 from ckptfs.encoding.pack import read_index
 from ckptfs.errors import RemoteError
 from ckptfs.ids import ChunkId, digest
+from ckptfs.local.catalog.keyframes import Keyframes
 from ckptfs.remote.directory import DirectoryStore
+from ckptfs.replica.bases import Bases
 from ckptfs.replica.upload import DamagedContent, Needed, PackPlan, UploadCounters, Uploader
 from tests.support.faulty import FaultyStore, unavailable
 from tests.support.publishing import Machine, run, tuned
@@ -61,6 +63,7 @@ class Uploading(Machine):
             contents=self.store.contents,
             cuts=self.cuts,
             packs=self.packs,
+            bases=Bases(self.store.contents, self.packs, Keyframes(self.store.catalog)),
             images=self.store.images,
             remote=remote,
             tuning=self.store.settings.tuning,
@@ -173,7 +176,7 @@ def test_failure_keeps_what_was_acknowledged(tmp_path: Path, remote: FaultyStore
 
 
 async def content(here: Uploading, cut: int):
-    ((_, _, file),) = here.cuts.files(cut, 1)
+    ((_, _, file),) = here.cuts.files(cut, 1, b"")
     return await here.uploader.content(file.manifest)
 
 
@@ -208,7 +211,7 @@ def test_changed_bytes_are_refused(tmp_path: Path, remote: FaultyStore) -> None:
         data = random.Random(5).randbytes(3000)
         await here.write("a", data)
         cut = await here.sealed_cut()
-        ((_, _, file),) = here.cuts.files(cut, 1)
+        ((_, _, file),) = here.cuts.files(cut, 1, b"")
         path = here.store.images.path(file.image)
         path.write_bytes(data[:100] + b"!" + data[101:])
         with pytest.raises(DamagedContent) as raised:

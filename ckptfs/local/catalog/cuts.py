@@ -70,6 +70,8 @@ class CutFile:
 
     manifest: int
     image: ImageId | None
+    path: bytes
+    """In the mount, without a slash at the start."""
 
 
 @dataclass
@@ -249,11 +251,12 @@ class Cuts:
         ).fetchone()
         return int(row[0])
 
-    def files(self, cut: int, directory: Inode) -> list[tuple[bytes, Inode, CutFile | None]]:
-        """(name, inode, file) of what matters for uploading in *directory*: its unpublished files by name, then
-        directories, the one that was changed last first: with a backlog it is the one that will not be rotated away."""
+    def files(self, cut: int, directory: Inode, path: bytes) -> list[tuple[bytes, Inode, CutFile | None]]:
+        """(name, inode, file) of what matters for uploading in *directory*, which is at *path*: its unpublished files
+        by name, then directories, the one that was changed last first: with a backlog it is the one that will not be
+        rotated away."""
         return [
-            (row[0], Inode(row[1]), CutFile(row[2], row[3]) if row[2] is not None else None)
+            (row[0], Inode(row[1]), CutFile(row[2], row[3], path + row[0]) if row[2] is not None else None)
             for row in self._db.execute(
                 "SELECT c.name, c.ino, c.manifest, c.image FROM cut_entry c LEFT JOIN manifest m ON m.id = c.manifest"
                 " WHERE c.cut = ? AND c.dir = ? AND c.kept = 0 AND ("

@@ -30,6 +30,7 @@ class Mending:
         with self._catalog.transaction() as db:
             db.execute("UPDATE pack SET state = ? WHERE name = ?", (DAMAGED, pack))
             db.executemany("DELETE FROM packed WHERE chunk = ?", [(chunk,) for chunk in chunks])
+            db.executemany("DELETE FROM packed WHERE base = ?", [(chunk,) for chunk in chunks])
             for ino in files:
                 db.execute(
                     "UPDATE manifest SET digest = NULL, remote_body = NULL"

@@ -65,7 +65,23 @@ class Packs:
                 f" JOIN pack ON pack.id = packed.pack WHERE packed.chunk IN ({marks})",
                 batch,
             ):
-                found[ChunkId(row[0])] = Placed(ObjectId(row[1]), row[2], row[3], row[4], row[5])
+                base = None if row[5] is None else ChunkId(row[5])
+                found[ChunkId(row[0])] = Placed(ObjectId(row[1]), row[2], row[3], row[4], base)
+        return found
+
+    def placed_with_bases(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
+        """The same with the chunks that deltas among them are against."""
+        found = self.placed(chunks)
+        bases = {place.base for place in found.values() if place.base is not None}
+        return found | self.placed(bases - found.keys())
+
+    def bases_among(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        """Those of *chunks* that some delta on the remote is against."""
+        found: set[ChunkId] = set()
+        for batch in _batches(chunks):
+            marks = ",".join("?" * len(batch))
+            rows = self._db.execute(f"SELECT DISTINCT base FROM packed WHERE base IN ({marks})", batch)
+            found.update(ChunkId(row[0]) for row in rows)
         return found
 
     def acknowledged(self, name: ObjectId, chunks: Sequence[PackedChunk], *, verified: bool) -> None:
@@ -101,8 +117,13 @@ class Packs:
             )
 
     def forget(self, name: ObjectId) -> None:
-        """The remote lost pack *name*: its chunks are to be sent again."""
+        """The remote lost pack *name*: its chunks are to be sent again, and so are deltas against them."""
         with self._catalog.transaction() as db:
+            db.execute(
+                "DELETE FROM packed WHERE base IN"
+                " (SELECT chunk FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?))",
+                (name,),
+            )
             db.execute("DELETE FROM packed WHERE pack = (SELECT id FROM pack WHERE name = ?)", (name,))
             db.execute("DELETE FROM pack WHERE name = ?", (name,))
 
@@ -111,13 +132,14 @@ class Packs:
         return self._db.execute("SELECT 1 FROM pack WHERE state = ? LIMIT 1", (ACKNOWLEDGED,)).fetchone() is not None
 
     def unverified_of(self, chunks: Iterable[bytes]) -> list[ObjectId]:
-        """Packs with some of *chunks* whose stored bytes were not compared yet."""
+        """Packs with some of *chunks*, or what they are deltas against, whose stored bytes were not compared yet."""
         found: dict[ObjectId, None] = {}
         for batch in _batches(chunks):
             marks = ",".join("?" * len(batch))
             for row in self._db.execute(
-                "SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
-                f" WHERE packed.chunk IN ({marks}) AND pack.state = ?",
+                f"WITH own AS (SELECT chunk, base FROM packed WHERE chunk IN ({marks}))"
+                " SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
+                " WHERE packed.chunk IN (SELECT chunk FROM own UNION SELECT base FROM own) AND pack.state = ?",
                 (*batch, ACKNOWLEDGED),
             ):
                 found[ObjectId(row[0])] = None

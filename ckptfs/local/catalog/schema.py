@@ -178,6 +178,17 @@ CREATE INDEX replaced_name ON replaced (parent, name);
 ALTER TABLE image ADD COLUMN poisoned INTEGER NOT NULL DEFAULT 0;
 """
 
+_V3 = """
+-- What the deltas of a series are against; see local/catalog/keyframes.py.
+CREATE TABLE keyframe (
+    key    BLOB PRIMARY KEY,                 -- of a piece of a tensor in a series
+    chunk  BLOB NOT NULL,                    -- ChunkId
+    stored INTEGER NOT NULL,                 -- encoded bytes of it and of every delta since
+    count  INTEGER NOT NULL                  -- how many chunks that were
+) WITHOUT ROWID;
+CREATE INDEX packed_base ON packed (base) WHERE base IS NOT NULL;
+"""
+
 
 def _run(statements: str) -> Callable[[sqlite3.Connection], None]:
     def migration(db: sqlite3.Connection) -> None:
@@ -188,7 +199,7 @@ def _run(statements: str) -> Callable[[sqlite3.Connection], None]:
     return migration
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_run(_V1), _run(_V2))
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_run(_V1), _run(_V2), _run(_V3))
 VERSION = len(MIGRATIONS)
 
 
