@@ -6,17 +6,16 @@ is deleted or evicted takes nothing else with it (the remote keeps what a manife
 stays while its deltas are cheaper than the average of all that it began, itself included: the least bytes a member if
 deltas grow with their distance. Whether a chunk becomes a delta at all, a sample decides while it is packed.
 
-Series are told by where a file lies: its path without the numbers in its directories. `checkpoint-200/optimizer.pt`
-goes on what `checkpoint-100/optimizer.pt` began, and not what another rank's file did. Where that finds nothing, the
-tensor's name alone counts: files of one directory that are numbered themselves, a pretrained model that is fine-tuned
-elsewhere. A name that means something else there costs a sample, and no byte.
+Series are told by the pattern of a file's path (`ckptfs.series`): `checkpoint-200/optimizer.pt` goes on what
+`checkpoint-100/optimizer.pt` began, and not what another rank's file did. Where that finds nothing, the tensor's name
+alone counts: a pretrained model that is fine-tuned elsewhere. A name that means something else there costs a sample,
+and no byte.
 
 Who calls: the task that plans uploads, on the event loop.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from ckptfs.ids import ChunkId, ImageId, digest
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.keyframes import Keyframe, Keyframes
 from ckptfs.local.catalog.packs import Packs
+from ckptfs.series import series_key
 
 Keys = tuple[bytes, ...]
 Place = tuple[ImageId, int]
@@ -36,7 +36,6 @@ MIN_BYTES = 16 << 10
 _KEY_BYTES = 16
 _COMING_MOST = 100_000
 """Keys of chunks on their way that are remembered, at some 100 bytes."""
-_NUMBER = re.compile(rb"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ def keys(content: Content, path: bytes) -> Iterator[Keys]:
     """For each chunk of a file at *path* its keys, most telling first; none for what is no piece of a tensor."""
     tensors = sorted((tensor for tensor in content.tensors if tensor.end > tensor.start), key=lambda each: each.start)
     starts = [tensor.start for tensor in tensors]
-    above, _, name = path.rpartition(b"/")
-    series = _NUMBER.sub(b"#", above) + b"/" + name
+    found = series_key(path)
+    series = path if found is None else found.pattern
     for chunk, offset in zip(content.chunks, content.offsets(), strict=True):
         at = bisect_right(starts, offset) - 1
         if chunk.dtype is None or chunk.length < MIN_BYTES or at < 0 or offset + chunk.length > tensors[at].end:
