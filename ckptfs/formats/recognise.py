@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ckptfs.formats import numpy, safetensors, torchzip, ziparchive
+from ckptfs.formats import numpy, safetensors, torchzip, ziparchive, zstdframes
 from ckptfs.formats.base import Source, Tensor
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ def recognise(source: Source) -> list[Tensor]:
             if any(member.name.endswith("/data.pkl") for members in archives for member in members):
                 return torchzip.read_members(source, archives)
             return numpy.read_members(source, [member for members in archives for member in members])
+        if magic.startswith(zstdframes.MAGIC):
+            return zstdframes.read_tensors(source)
         if magic[8:9] == b"{":
             return safetensors.read_tensors(source)
     except OSError:

@@ -125,6 +125,30 @@ def test_lying_npy(header: str) -> None:
     assert recognised(npy(header)) == []
 
 
+RLE_BLOCK = b"\x02\x00\x00"  # no bytes, once more: the shortest block; 3 instead of 2 makes it the last
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x08\x00" + b"\x01\x00\x00",
+        b"\x00\x00" + b"\x07\x00\x00",
+        b"\x00\x00" + b"\x01\x00\xff" + bytes(0x1FE000),
+        b"\x00\x00" + b"\x01\x01\x00" + bytes(31),
+        b"\x04\x00" + b"\x01\x00\x00" + b"abc",
+        b"\x00\x00" + (RLE_BLOCK + b"x") * 100,
+    ],
+    ids=["cut off", "reserved bit", "reserved block", "large block", "short", "short checksum", "no last block"],
+)
+def test_lying_zstd_frames(frame: bytes) -> None:
+    """Frames that are none must be refused, and what came before them kept."""
+    sound = b"\x28\xb5\x2f\xfd\x00\x00\x01\x00\x00"
+    assert recognised(sound * 2) == [("0", UNKNOWN), ("1", UNKNOWN)]
+    assert recognised(b"\x28\xb5\x2f\xfd" + frame) == []
+    assert recognised(sound * 2 + b"\x28\xb5\x2f\xfd" + frame) == [("0", UNKNOWN), ("1", UNKNOWN)]
+
+
 def test_every_truncation() -> None:
     """A file that was cut off anywhere must have no tensors, or those that are whole."""
     pieces = [np.arange(9.0), np.arange(4)]
@@ -282,6 +306,7 @@ def test_time_and_memory_are_bounded(tmp_path: Path) -> None:
         safetensors(b'{"a":[' + b"0," * 1_400_000 + b"0]}"),
         torch_archive(b"\x80\x02" + b"]" * 3_000_000),
         torch_archive(b"\x80\x02" + b"(" * 1_500_000 + b"t" * 1_500_000),
+        b"\x28\xb5\x2f\xfd\x00\x00" + (RLE_BLOCK + b"x") * 10_000_000,
     ]
     paths = [tmp_path / str(at) for at in range(len(worst))]
     for path, data in zip(paths, worst, strict=True):
