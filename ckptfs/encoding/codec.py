@@ -190,10 +190,7 @@ def encode_delta(raw: Buffer, base: Buffer, dtype: str | None) -> tuple[int, byt
     width = _width_of_delta(dtype)
     if width is None:
         return XOR, _encode_xor(view, other)
-    codec, data = _DELTAS[width], _encode_difference(view, other, width)
-    if len(data) < _TRY_PLAIN_BELOW * len(view):  # few elements changed: runs of zeros say more than their bytes
-        return _smaller(codec, data, XOR, _encode_xor(view, other))
-    return codec, data
+    return _DELTAS[width], _encode_difference(view, other, width)
 
 
 def delta_shares(raw: Buffer, base: Buffer, dtype: str | None) -> tuple[float, float]:
