@@ -199,7 +199,7 @@ class Gpt(nn.Module):
 
 def train_gpt(wanted: Wanted, quick: bool) -> None:
     last, shrink = (28, 10) if quick else (280, 1)
-    regular = {step // shrink for step in range(100, 221, 20 * (3 if quick else 1))}
+    regular = {step // shrink for step in range(160, 221, 10 * (3 if quick else 1))}
     every_step = set(range(140 // shrink, 140 // shrink + 6))
     tail = {step // shrink for step in range(220, 281, 10 * (3 if quick else 1))}
     steps = {"A": regular, "A1": every_step, "B": regular, "B-weights": regular, "F": tail, "G": {220 // shrink}}
@@ -223,7 +223,7 @@ def train_gpt(wanted: Wanted, quick: bool) -> None:
         schedule.step()
         state = model.state_dict()
         for name, each in average.items():
-            each.lerp_(state[name], 0.01)
+            each.lerp_(state[name], 0.002)
         for regime, series in wanted.items():
             if step in steps[regime]:
                 save_gpt(regime, series, step, state, average, optimizer)
@@ -259,24 +259,24 @@ def moments(optimizer: torch.optim.Optimizer) -> State:
 
 # A pretrained encoder, fine-tuned.
 
-PRETRAINED_WORDS, UNKNOWN_WORD = 10_000, 100
-"""Of 30,522 word pieces those that occur most: the others are rows that never change."""
+WORDS, FEW_WORDS, UNKNOWN_WORD = 30_522, 10_000, 100
+"""Word pieces, most frequent ones first. Where all rows are trained, few do: the others would never change."""
 MODULES, SNIPPET, BATCH = 24, 48, 8
 
 
 class Classifier(nn.Module):
-    """all-MiniLM-L6-v2 with a head."""
+    """all-MiniLM-L6-v2 with so many of its *words*, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         from transformers import AutoConfig, BertModel
 
         super().__init__()
-        config = AutoConfig.from_pretrained(pretrained(), vocab_size=PRETRAINED_WORDS)
+        config = AutoConfig.from_pretrained(pretrained(), vocab_size=words)
         self.encoder = BertModel(config)
         weights = load_file(pretrained() / "model.safetensors")
         weights = {name.removeprefix("bert."): each for name, each in weights.items()}
-        words = "embeddings.word_embeddings.weight"
-        weights[words] = weights[words][:PRETRAINED_WORDS].clone()
+        table = "embeddings.word_embeddings.weight"
+        weights[table] = weights[table][:words].clone()
         weights.pop("embeddings.position_ids", None)
         self.encoder.load_state_dict(weights)
         self.head = nn.Linear(config.hidden_size, MODULES)
@@ -301,7 +301,7 @@ def snippets() -> Iterator[tuple[Tensor, Tensor]]:
     longest = sorted(sources(), key=lambda item: (-len(item[1]), item[0]))[:MODULES]
     texts = [torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids) for _, text in longest]
     for text in texts:
-        text[text >= PRETRAINED_WORDS] = UNKNOWN_WORD
+        text[text >= FEW_WORDS] = UNKNOWN_WORD
     while True:
         labels = torch.randint(MODULES, (BATCH,))
         starts = [int(torch.randint(len(texts[label]) - SNIPPET, ())) for label in labels]
@@ -388,7 +388,7 @@ def train_lora(wanted: Wanted, quick: bool) -> None:
 
 
 def train_all_layers(wanted: Wanted, quick: bool) -> None:
-    model = Classifier()
+    model = Classifier(FEW_WORDS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 
     def save(step: int) -> None:
@@ -399,7 +399,7 @@ def train_all_layers(wanted: Wanted, quick: bool) -> None:
 
 def train_all_layers_in_bf16(wanted: Wanted, quick: bool) -> None:
     """Computed in fp32, which a processor does faster, and rounded after each step."""
-    model = Classifier()
+    model = Classifier(FEW_WORDS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 
     @torch.no_grad()

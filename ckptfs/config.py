@@ -108,8 +108,6 @@ class Tuning:
     retry_first_s: float = 0.5
     retry_most_s: float = 60.0
     """Backoff of a failing remote: first and largest wait."""
-    read_timeout_s: float = 60.0
-    """How long a read of bytes that only the remote has waits for it before EIO."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,9 @@ class Settings:
     """A log is sealed at most this often ..."""
     log_seal_after_fsync_s: float = 10.0
     """... or this long after an fsync."""
+    read_timeout_s: float = 60.0
+    """How long somebody who reads what only the remote has waits for it before EIO: longer than a restart of a store or
+    of a network takes, shorter than what watches over a job waits."""
     stop_timeout_s: float = 25.0
     """After SIGTERM, how long to go on draining; Kubernetes and Slurm kill after 30 s."""
     memory_bytes: int | None = None

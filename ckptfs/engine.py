@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import trio
 
 from ckptfs.background.caller import Worker
-from ckptfs.errors import ContentUnavailable, RemoteError, RemoteUnusable
+from ckptfs.errors import ContentUnavailable, FileSystemError, RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
-from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
+from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId, stamp_time_s
 from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 
 STATES = ("writing", "closed", "sealed", "replicated", "verified")
 """In order; a directory has the least of what is under it."""
+
+_LEARNED_AT_ONCE = 8
+"""Directories and chunk lists on their way at once."""
 
 _CHECKPOINT_WAL_BYTES = 16 << 20
 """The catalog's log is moved into the database from this length on; on a small disk earlier ..."""
@@ -72,6 +76,7 @@ class Engine:
                 remote,
                 files=lambda: self.filesystem,
                 reseal=lambda image: self.sealer.submit(image),
+                hurry=lambda: self.sealer.hurry(),
                 background=self._background,
                 read_only=read_only,
             )
@@ -169,6 +174,41 @@ class Engine:
         ino = await self._resolve(path)
         work = Scrub(self._store, self.filesystem, self.replica, self._remote, options, progress)
         return await work.run(ino)
+
+    async def learn(self, directories: Iterable[Inode], manifests: Iterable[int]) -> tuple[list[str], bool]:
+        """Have in the catalog what only the remote knows: names in *directories*, chunk lists of *manifests*.
+
+        Returns why what could not be had is not there, and whether it was not worth going on: the remote is down. What
+        was removed meanwhile is passed over.
+        """
+        failures: list[str] = []
+        names = [partial(self.filesystem.entries, each) for each in directories]
+        lists = [partial(self._learn_manifest, each) for each in manifests]
+        left: Iterator[Callable[[], Awaitable[object]]] = iter([*names, *lists])
+        stopped = False
+
+        async def work() -> None:
+            nonlocal stopped
+            for look_up in left:
+                try:
+                    await look_up()
+                except ContentUnavailable as error:
+                    failures.append(str(error))
+                    cause = error.__cause__
+                    stopped |= isinstance(cause, trio.TooSlowError) or getattr(cause, "temporary", False)
+                except FileSystemError:
+                    continue
+                if stopped:
+                    return
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_LEARNED_AT_ONCE):
+                nursery.start_soon(work)
+        return failures, stopped
+
+    async def _learn_manifest(self, manifest: int) -> None:
+        if self.replica and self._store.contents.has_manifest(manifest):
+            await self.replica.hydrator.content(manifest)
 
     async def mend(self, images: Collection[ImageId], objects: Collection[ObjectId], progress: Scrubbing) -> Report:
         """Seal what is not sealed, and mend these images and remote objects, in a store that nobody has mounted."""
@@ -275,7 +315,7 @@ class Engine:
             "writer": self._store.writer.hex(),
             "safe": self.replica is not None and progress.is_clear and wrong is None,
             "remote_wrong": wrong,
-            "last_error": wrong or progress.last_error,
+            "last_error": wrong,
             "saves": self._saves(ino),
         }
         logical = self._totals.logical_bytes()
@@ -284,10 +324,12 @@ class Engine:
             document |= {
                 "at_risk": {"files": None, "bytes": logical, "eta_s": None, "sets": []},
                 "newest_safe_set": None,
+                "oldest_pending_at_s": None,
                 "last_success_at_s": None,
                 "bytes": {"logical": logical, "stored": stored, "on_remote": 0},
             }
             return document
+        since = self._totals.pending_since()
         sets = self.replica.sets_at_risk([each for each in self._totals.pending_under(ROOT_INODE)])
         document |= {
             "remote": self.replica.url,
@@ -298,7 +340,9 @@ class Engine:
                 "sets": sets,
             },
             "newest_safe_set": self.replica.newest_safe_set() if wrong is None else None,
+            "oldest_pending_at_s": None if since is None else stamp_time_s(since),
             "last_success_at_s": self.replica.last_success_s,
+            "last_error": wrong or self.replica.last_error,
             "bytes": {"logical": logical, "stored": stored, "on_remote": self.replica.remote_bytes},
         }
         return document

@@ -24,7 +24,8 @@ EXIT_PENDING = 3
 
 
 REMEMBERED = (
-    "owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "stop_timeout_s", "memory_bytes",
+    "owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "read_timeout_s", "stop_timeout_s",
+    "memory_bytes",
 )  # fmt: skip
 """Fields of an `Order` that become settings of the store, under the same names."""
 
@@ -45,6 +46,7 @@ class Order:
     settle_s: float | None = None
     lag_s: float | None = None
     max_lag_s: float | None = None
+    read_timeout_s: float | None = None
     stop_timeout_s: float | None = None
     memory_bytes: int | None = None
 

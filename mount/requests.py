@@ -16,6 +16,7 @@ import trio
 from ckptfs.client import TARGETS
 from ckptfs.engine import Engine
 from ckptfs.errors import InvalidArgument, MountError
+from ckptfs.ids import Inode
 from ckptfs.prefetching import Fetching
 from ckptfs.repair.pace import Scrubbing
 from ckptfs.repair.scrub import ScrubOptions
@@ -64,6 +65,7 @@ class Requests:
             "publish": self.publish,
             "prefetch": self.prefetch,
             "scrub": self.scrub,
+            "learn": self.learn,
             "credentials": self.credentials,
             "unmount": self.unmount,
         }
@@ -124,6 +126,16 @@ class Requests:
             return (await self._engine.scrub(path, options, progress)).document()
 
         return await self._work(scrub, reply, lambda: scrub_progress(progress))
+
+    async def learn(self, request: Request, reply: Reply) -> dict[str, Any]:
+        """Have directories and manifests, numbers of the catalog, looked up on the remote; why some are not."""
+        directories, manifests = _numbers(request, "directories"), _numbers(request, "manifests")
+
+        async def learn() -> tuple[list[str], bool]:
+            return await self._engine.learn([Inode(each) for each in directories], manifests)
+
+        failures, stopped = await self._work(learn, reply)  # the progress only tells that we live
+        return {"failures": failures, "stopped": stopped}
 
     async def publish(self, request: Request, reply: Reply) -> dict[str, Any]:
         """Cut at once and return when the head is acknowledged."""
@@ -226,6 +238,13 @@ def scrub_progress(progress: Scrubbing) -> dict[str, Any]:
         "eta_s": progress.eta_s,
         "last_error": None,
     }
+
+
+def _numbers(request: Request, name: str) -> list[int]:
+    numbers = request.get(name)
+    if not isinstance(numbers, list) or not all(type(each) is int for each in numbers):
+        raise InvalidArgument(f"{name} are numbers")
+    return numbers
 
 
 def _path(request: Request) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import starmap
 from typing import NamedTuple
 
 from ckptfs.encoding.codec import delta_shares, encode, encode_delta
@@ -72,7 +73,7 @@ def build_pack(wanted: Sequence[Wanted], target: str, label: str) -> Built:
     try:
         if label not in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(f"{target} is not the pack {label}")
-        for chunk in map(Wanted._make, wanted):
+        for chunk in starmap(Wanted, wanted):
             data = reader.read(chunk.id, chunk.length, chunk.places)
             if data is None:
                 missing.append(chunk.id)

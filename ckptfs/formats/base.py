@@ -10,6 +10,9 @@ from typing import Protocol
 
 from ckptfs.errors import FormatError
 
+MAX_NAME = 512
+"""Characters of a tensor's name; hostile nesting makes them long."""
+
 UNKNOWN = "unknown"
 """The dtype of a tensor whose elements have no name here: structured, big-endian, or not said."""
 
@@ -50,6 +53,18 @@ class Piece:
     end: int
     dtype: str | None
     """The dtype of its elements where all of it is one tensor's; None for anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of an archive."""
+
+    name: str
+    start: int
+    """Offset in the file of its (perhaps compressed) bytes."""
+    end: int
+    stored: bool
+    """True when the bytes are the member itself: neither compressed nor encrypted."""
 
 
 class Source(Protocol):
@@ -106,6 +121,75 @@ def read_exactly(source: Source, offset: int, length: int) -> bytes:
     return data
 
 
+class Window:
+    """The `Source` that is a part of another one: a member of an archive."""
+
+    def __init__(self, source: Source, start: int, end: int) -> None:
+        self._source = source
+        self._start = start
+        self.size = end - start
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self._source.read(self._start + offset, max(0, min(length, self.size - offset)))
+
+
+class Budget:
+    """A `Source` of which only so much may be read: FormatError beyond *most* bytes, or a 64th as many reads.
+
+    For formats whose structures refer to each other, in circles where they are hostile, and for members of archives, of
+    which there are many: what each of them costs is bounded, and so is the sum. Of a small file it is a few times all.
+    """
+
+    def __init__(self, source: Source, most: int) -> None:
+        self._source = source
+        self._left = min(most, 4 * source.size + 100_000)
+        self.size = source.size
+
+    def read(self, offset: int, length: int) -> bytes:
+        self._left -= max(length, 64)
+        if self._left < 0:
+            raise FormatError("the file's structure takes too much reading")
+        return self._source.read(offset, length)
+
+
+class Cursor:
+    """Reads a source forwards in small steps, a *window* of bytes at a time."""
+
+    def __init__(self, source: Source, at: int = 0, window: int = 4096) -> None:
+        self._source = source
+        self._window = window
+        self._ahead = b""
+        self._ahead_at = at
+        self.at = at
+        """Where the next `take` begins; may be set."""
+
+    @property
+    def left(self) -> int:
+        """Bytes until the end of the file."""
+        return self._source.size - self.at
+
+    def take(self, length: int) -> bytes:
+        """The next *length* bytes, all of them read at once; FormatError when the file does not have them."""
+        start = self.at - self._ahead_at
+        if start < 0 or start + length > len(self._ahead):
+            if length < 0 or length > self.left:
+                raise FormatError(f"the file ends inside bytes {self.at}..{self.at + length}")
+            self._ahead = read_exactly(self._source, self.at, min(max(length, self._window), self.left))
+            self._ahead_at, start = self.at, 0
+        self.at += length
+        return self._ahead[start : start + length]
+
+    def skip(self, length: int) -> None:
+        """Go on *length* bytes later; FormatError when that is behind the end."""
+        if not 0 <= length <= self.left:
+            raise FormatError(f"the file ends inside bytes {self.at}..{self.at + length}")
+        self.at += length
+
+    def integer(self, width: int) -> int:
+        """The next *width* bytes as an unsigned little-endian number."""
+        return int.from_bytes(self.take(width), "little")
+
+
 def checked_shape(value: object) -> tuple[int, ...]:
     """*value* as a shape; FormatError unless it is a short sequence of sizes below 2^63."""
     if not isinstance(value, list | tuple) or len(value) > 64:
@@ -116,10 +200,23 @@ def checked_shape(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def joined(name: str, label: str) -> str:
+    """*name*, a dot, *label*: the path of what lies in something; cut off where it is too long for a name."""
+    label = label[:MAX_NAME]
+    return name if len(name) > MAX_NAME else f"{name}.{label}" if name else label
+
+
 def byte_length(dtype: str, shape: tuple[int, ...]) -> int | None:
     """Bytes of a dense array, or None where the dtype does not say. Sub-byte types round up to a whole byte."""
     bits = BITS.get(dtype)
     return None if bits is None else -(-math.prod(shape) * bits // 8)
+
+
+def described(name: str, dtype: str, shape: tuple[int, ...], start: int, end: int) -> Tensor:
+    """The tensor; as bytes of unknown type where dtype and shape do not make the length."""
+    if byte_length(dtype, shape) == end - start:
+        return Tensor(name, dtype, shape, start, end)
+    return Tensor(name, UNKNOWN, (end - start,), start, end)
 
 
 def tidy(tensors: Iterable[Tensor], size: int) -> list[Tensor]:

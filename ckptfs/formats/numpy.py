@@ -1,8 +1,9 @@
-"""The headers of .npy and .npz files: which arrays they hold and where.
+"""The headers of .npy files: which arrays they hold and where.
 
 Source: numpy.lib.format, "NPY format" (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
 A .npy is magic, version, header length, a Python dict literal, then the array's bytes; several may follow each other
-in one file. A .npz is a ZIP archive of them. Object arrays are pickles: their bytes are left alone.
+in one file. A .npz is a ZIP archive of them, whose members are read one by one. Object arrays are pickles:
+their bytes are left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ckptfs.formats.base import (
     read_exactly,
     tidy,
 )
-from ckptfs.formats.ziparchive import Member
 
 MAGIC = b"\x93NUMPY"
 
@@ -45,18 +45,6 @@ def read_tensors(source: Source) -> list[Tensor]:
         at = tensors[-1].end
         if len(tensors) > MAX_TENSORS:
             raise FormatError("too many arrays in one file")
-    return tidy(tensors, source.size)
-
-
-def read_members(source: Source, members: list[Member]) -> list[Tensor]:
-    """The arrays among the stored members of an .npz, in file order. A member that does not fit is left out."""
-    tensors: list[Tensor] = []
-    for member in members:
-        if member.stored and member.name.endswith(".npy"):
-            try:
-                tensors.append(_array(source, member.name[: -len(".npy")], member.start, member.end))
-            except FormatError:
-                continue
     return tidy(tensors, source.size)
 
 

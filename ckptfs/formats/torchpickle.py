@@ -9,19 +9,18 @@ understood, what was learned until then stands.
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from ckptfs.errors import FormatError
-from ckptfs.formats.base import BITS, UNKNOWN
+from ckptfs.formats.base import BITS, MAX_NAME, UNKNOWN, Tensor, described, joined
 
 MAX_STEPS = 500_000
 """Opcodes read, about a second's worth and 100 MB of values at worst. A tensor takes 35; storages that are described
 behind the first 14,000 stay without dtype, which costs a guess in the codec and no more."""
-
-MAX_NAME = 512
-"""Characters of a tensor's name; hostile nesting makes them long."""
 
 _STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -37,10 +36,24 @@ class StorageUse:
 
     key: str
     """The storage's name: its bytes are the member `data/<key>`."""
+    storage_dtype: str
+    """What the storage counts; `UNKNOWN` for bytes."""
     dtype: str
     name: str
     shape: tuple[int, ...] | None
     """The tensor's shape where known; it may be a view of a part of the storage."""
+
+
+@dataclass(frozen=True)
+class Pickle:
+    """What a pickle says."""
+
+    is_whole: bool
+    """Whether its end was reached, and all of it was followed."""
+    uses: list[StorageUse]
+    """Every storage that it mentions, in order of first mention."""
+    items: list[object]
+    """What is in it, where it is a list; of anything but constants, something inert."""
 
 
 @dataclass(eq=False, slots=True)
@@ -148,6 +161,11 @@ class _Machine:
         elif opcode not in ("PROTO", "FRAME"):
             raise _Stop
 
+    def items(self) -> list[object]:
+        """What is in the list that is the result; [] when it is none."""
+        result = self.stack[-1] if self.stack else None
+        return [value for _, value in result.pairs] if isinstance(result, _Node) else []
+
     def _marked(self) -> list[object]:
         """Pop everything above the last mark."""
         at = len(self.stack) - 1
@@ -195,12 +213,17 @@ _CONSTANTS: dict[str, object] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": Fals
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def storage_uses(pickle: bytes) -> list[StorageUse]:
-    """Every storage that the pickle mentions, in order of first mention. Never raises for what the bytes are."""
+def read_pickle(file: BinaryIO) -> Pickle:
+    """What the pickle at *file*'s position says; *file* is then behind it, if it is whole.
+
+    Never raises for what the bytes are.
+    """
     machine = _Machine()
+    is_whole = False
     try:
-        for steps, (opcode, arg, _) in enumerate(pickletools.genops(pickle)):
-            if opcode.name == "STOP" or steps >= MAX_STEPS:
+        for steps, (opcode, arg, _) in enumerate(pickletools.genops(file)):
+            is_whole = opcode.name == "STOP"
+            if is_whole or steps >= MAX_STEPS:
                 break
             machine.step(opcode.name, arg)
     except (_Stop, IndexError, KeyError, ValueError, OverflowError, FormatError):
@@ -211,10 +234,24 @@ def storage_uses(pickle: bytes) -> list[StorageUse]:
             dtype, shape = value.dtype, None
             if tensor is not None:
                 dtype, shape = _described(tensor, dtype)
-            uses[value.key] = StorageUse(value.key, dtype, name, shape)
+            uses[value.key] = StorageUse(value.key, value.dtype, dtype, name, shape)
     for key, storage in machine.storages.items():
-        uses.setdefault(key, StorageUse(key, storage.dtype, "", None))
-    return [uses[key] for key in machine.storages]
+        uses.setdefault(key, StorageUse(key, storage.dtype, storage.dtype, "", None))
+    return Pickle(is_whole, [uses[key] for key in machine.storages], machine.items())
+
+
+def storage(use: StorageUse, start: int, end: int) -> Tensor:
+    """The storage whose bytes lie there, as one tensor: as the first tensor in it where that is all of it."""
+    name = use.name or use.key
+    whole = described(name, use.dtype, use.shape or (), start, end)
+    if whole.dtype == use.dtype:
+        return whole
+    return described(name, use.dtype, ((end - start) * 8 // BITS.get(use.dtype, 8),), start, end)
+
+
+def storage_uses(pickle: bytes) -> list[StorageUse]:
+    """Every storage that the pickle mentions, in order of first mention. Never raises for what the bytes are."""
+    return read_pickle(io.BytesIO(pickle)).uses
 
 
 def _described(tensor: _Node, dtype: str) -> tuple[str, tuple[int, ...] | None]:
@@ -258,10 +295,11 @@ def _walk(roots: list[object]) -> Iterator[tuple[str, _Storage, _Node | None]]:
 
 
 def _join(name: str, label: object) -> str:
-    if label is None or len(name) > MAX_NAME:
+    if label is None:
         return name
-    part = label[:MAX_NAME] if isinstance(label, str) else str(label) if isinstance(label, int | float) else "?"
-    return f"{name}.{part}" if name else part
+    if isinstance(label, float) or (isinstance(label, int) and label.bit_length() <= 64):
+        label = str(label)
+    return joined(name, label if isinstance(label, str) else "?")
 
 
 def _name(value: object) -> str:

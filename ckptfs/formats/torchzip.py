@@ -8,11 +8,10 @@ with `constants.pkl`. A .distcp of torch.distributed.checkpoint is many such arc
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
-from ckptfs.formats.base import BITS, UNKNOWN, Source, Tensor, read_exactly, tidy
-from ckptfs.formats.torchpickle import StorageUse, storage_uses
-from ckptfs.formats.ziparchive import Member
+from ckptfs.formats.base import UNKNOWN, Member, Source, Tensor, read_exactly, tidy
+from ckptfs.formats.torchpickle import StorageUse, storage, storage_uses
 
 MAX_PICKLE_BYTES = 16 << 20
 """A longer data.pkl holds something else than tensors' descriptions, and is not read."""
@@ -41,16 +40,6 @@ def read_members(source: Source, archives: list[list[Member]]) -> list[Tensor]:
             for name, member in by_name.items():
                 if name.startswith(records):
                     key = name[len(records) :]
-                    tensors.append(_tensor(prefix, key, member, uses.get(key)))
+                    use = uses.get(key, StorageUse(key, UNKNOWN, UNKNOWN, "", None))
+                    tensors.append(storage(replace(use, name=prefix + (use.name or key)), member.start, member.end))
     return tidy(tensors, source.size)
-
-
-def _tensor(prefix: str, key: str, member: Member, use: StorageUse | None) -> Tensor:
-    length = member.end - member.start
-    bits = BITS.get(use.dtype) if use is not None else None
-    if use is None or bits is None or length * 8 % bits:
-        return Tensor(f"{prefix}{key}", UNKNOWN, (length,), member.start, member.end)
-    shape = use.shape
-    if shape is None or math.prod(shape) * bits != length * 8:
-        shape = (length * 8 // bits,)  # the first tensor is a view of a part of the storage
-    return Tensor(prefix + (use.name or key), use.dtype, shape, member.start, member.end)

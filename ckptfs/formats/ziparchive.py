@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from ckptfs.errors import FormatError
-from ckptfs.formats.base import MAX_TENSORS, Source, read_exactly
+from ckptfs.formats.base import MAX_TENSORS, Member, Source, read_exactly
 
 LOCAL_MAGIC = b"PK\x03\x04"
 
@@ -24,18 +24,6 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One member of an archive."""
-
-    name: str
-    start: int
-    """Offset in the file of its (perhaps compressed) bytes."""
-    end: int
-    stored: bool
-    """True when the bytes are the member itself: neither compressed nor encrypted."""
 
 
 @dataclass(frozen=True, slots=True)

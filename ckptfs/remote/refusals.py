@@ -33,6 +33,8 @@ _TEMPORARY = {
     "XMinioStorageFull",
 }
 _TEMPORARY_STATUS = {408, 409, 425, 429}
+_MOST_SKEW_S = 900.0
+"""What S3 takes, and everybody after it."""
 
 
 class RangeMissing(RemoteError):
@@ -43,20 +45,23 @@ class NotOffered(RemoteError):
     """The store does not know this operation or header."""
 
 
-def refusal(code: str, status: int, message: str, where: str, key: str) -> RemoteError:
+def refusal(code: str, status: int, message: str, where: str, key: str, *, ahead_s: float = 0.0) -> RemoteError:
     """The error for an answer with *code* (may be empty) and HTTP *status* (0 when unknown).
 
-    *where* opens the message: the URL, what was tried and the key.
+    *where* opens the message: the URL, what was tried and the key. *ahead_s* is how much this machine's clock is ahead
+    of the answer's date.
     """
     said = f"{code or status}: {message}" if message else str(code or status)
     if code in _TAKEN or status == 412:
         return ObjectExists(f"{where}: the key exists already", key=key)
     if code == "NoSuchBucket":
         return RemoteUnusable(f"{where}: no such bucket. Create it, or correct the URL or AWS_ENDPOINT_URL.", key=key)
-    if code in _CLOCK:
-        return RemoteForbidden(
-            f"{where}: this machine's clock differs too much from the store's ({said}). Set the clock.", key=key
-        )
+    skewed = status == 403 and abs(ahead_s) > _MOST_SKEW_S  # an answer to HEAD says no more
+    if code in _CLOCK or skewed:
+        differs = f"is {abs(ahead_s) / 60:.0f} minutes {'ahead of' if ahead_s > 0 else 'behind'} the store's"
+        if not skewed:
+            differs = "differs too much from the store's"
+        return RemoteForbidden(f"{where}: this machine's clock {differs} ({said}). Set the clock.", key=key)
     if code in _REGION or status in (301, 307):
         return RemoteUnusable(f"{where}: the bucket is in another region ({said}). Set AWS_DEFAULT_REGION.", key=key)
     if code in _EXPIRED:

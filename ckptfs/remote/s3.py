@@ -2,8 +2,8 @@
 
 Credentials, region and endpoint follow boto3's own conventions: AWS_* variables, profiles, instance roles, and
 AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL for stores other than AWS. Every request is signed when it is sent, so nothing
-signed goes stale while it waits. Threads share one client; `refresh_credentials` swaps it for a new one and requests on
-their way end with the old one.
+signed goes stale while it waits. Threads share one client; `refresh_credentials`, and a change of the profile's files,
+swap it for a new one, and requests on their way end with the old one.
 
 An upload is verified by what the store says about it: on AWS the CRC32 that it computed (an ETag is no MD5 there when
 the bucket encrypts with KMS), elsewhere the ETag when it is the MD5. Either travels with the request too, so that a
@@ -19,8 +19,10 @@ import http.client
 import logging
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from urllib.parse import urlsplit
 
@@ -34,6 +36,7 @@ from botocore.parsers import ResponseParserError
 
 from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbidden, RemoteUnusable
 from ckptfs.remote.base import Buffer, Listing, ObjectInfo, check_folder, check_key, check_range, is_key
+from ckptfs.remote.credential_files import CredentialFiles
 from ckptfs.remote.refusals import MISSING, NotOffered, RangeMissing, refusal
 
 if TYPE_CHECKING:
@@ -90,8 +93,6 @@ _PASSING_ERRORS = (
     http.client.HTTPException,
     OSError,
 )
-
-
 _UNCONNECTED = (boto_errors.EndpointConnectionError, boto_errors.ConnectTimeoutError, boto_errors.ProxyConnectionError)
 """Nobody was there to ask: which request it was says nothing."""
 
@@ -148,6 +149,17 @@ class S3Store:
                 self._conditional, self._bulk_delete = None, True  # another store, with abilities of its own
             self._client, self._patient, self._on_aws = client, patient, on_aws
             self._environment = merged
+
+    def _follow_files(self) -> None:
+        """Take up credentials that were written to the profile's files since they were read."""
+        if not self._files.changed():
+            return
+        with self._refreshing:
+            try:
+                self._client, self._patient, self._on_aws = self._connect(self._environment)
+                log.info("%s: the files with the credentials changed and were read again", self.url)
+            except RemoteError as error:  # half written, perhaps: its next change is looked at, too
+                log.warning("%s: the files with the credentials changed, but cannot be used: %s", self.url, error)
 
     def close(self) -> None:
         """Close idle connections."""
@@ -322,6 +334,7 @@ class S3Store:
         return body, int(span.partition("-")[0]), int(total)
 
     def _call(self, operation: str, key: str, **arguments: Any) -> Any:
+        self._follow_files()
         is_large = operation == "put_object" and len(arguments["Body"]) > _LARGE_PUT
         call = getattr(self._patient if is_large else self._client, operation)
         return self._guard(operation.partition("_")[0], key, lambda: call(Bucket=self._bucket, **arguments))
@@ -341,7 +354,8 @@ class S3Store:
                     key=key,
                 ) from error
             where = f"{self.url}: {what} {key}".rstrip()
-            raise refusal(code, status, details.get("Message", ""), where, key) from error
+            ahead_s = _ahead_s(error.response)
+            raise refusal(code, status, details.get("Message", ""), where, key, ahead_s=ahead_s) from error
         except (boto_errors.BotoCoreError, *_PASSING_ERRORS) as error:
             self._failed(error, what, key)
 
@@ -395,6 +409,7 @@ class S3Store:
         access_key, secret = from_environment("AWS_ACCESS_KEY_ID"), from_environment("AWS_SECRET_ACCESS_KEY")
         if access_key and secret:
             session.set_credentials(access_key, secret, from_environment("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"))
+        files = CredentialFiles(None if access_key and secret else environment)
         endpoint = from_environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         try:
             region = from_environment("AWS_DEFAULT_REGION", "AWS_REGION") or session.get_config_variable("region")
@@ -409,6 +424,7 @@ class S3Store:
             raise RemoteForbidden(f"{self.url}: {error}. Check AWS_PROFILE and the files in ~/.aws.") from error
         except (boto_errors.BotoCoreError, ValueError) as error:
             raise RemoteUnusable(f"{self.url}: {error}. Check AWS_ENDPOINT_URL and the bucket's name.") from error
+        self._files = files
         return client, patient, endpoint is None or _is_aws(endpoint)
 
     def _client_for(
@@ -475,6 +491,15 @@ def _add_md5(params: dict[str, Any], **_: object) -> None:
     """Give a request the Content-MD5 that older stores insist on for DeleteObjects and botocore no longer sends."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+def _ahead_s(answer: Mapping[str, Any]) -> float:
+    """How much our clock is ahead of the date of *answer*; 0 when that is not told."""
+    try:
+        date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+    except (KeyError, ValueError):
+        return 0.0
+    return time.time() - date.timestamp()
 
 
 def _is_aws(endpoint: str) -> bool:

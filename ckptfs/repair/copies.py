@@ -40,12 +40,20 @@ class Copies:
     ) -> Raw | None:
         """The bytes of *chunk* from anywhere but the place that is damaged; None when nobody has them now."""
         raw = await self.local(chunk, length, but_image=but_image)
-        if raw is not None or self._remote is None:
-            return raw
         at = self._packs.placed([chunk]).get(chunk)
-        if at is None or at.pack == but_pack:
+        if raw is not None or at is None:
+            return raw
+        base = None
+        if at.base is not None:
+            base = await self.local(at.base, length) or await self._remote_copy(at.base, length, but_pack, None)
+        return await self._remote_copy(chunk, length, but_pack, base)
+
+    async def _remote_copy(
+        self, chunk: ChunkId, length: int, but_pack: ObjectId | None, base: Raw | None
+    ) -> Raw | None:
+        at = self._packs.placed([chunk]).get(chunk)
+        if self._remote is None or at is None or at.pack == but_pack:
             return None
-        base = None if at.base is None else await self.find(at.base, length, but_pack=but_pack)
         try:
             return await trio.to_thread.run_sync(
                 partial(_fetch, self._remote, chunk, length, at, base), abandon_on_cancel=True

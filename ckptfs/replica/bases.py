@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from ckptfs.encoding.manifest import Chunk, Content, TensorSpan
 from ckptfs.encoding.pack import PackedChunk
@@ -34,6 +34,8 @@ Place = tuple[ImageId, int]
 MIN_BYTES = 16 << 10
 """A smaller chunk is no piece of a tensor that counts."""
 _KEY_BYTES = 16
+_COMING_MOST = 100_000
+"""Keys of chunks on their way that are remembered, at some 100 bytes."""
 _NUMBER = re.compile(rb"\d+")
 
 
@@ -62,6 +64,12 @@ class Bases:
         self._contents = contents
         self._packs = packs
         self._keyframes = keyframes
+        self._coming: dict[bytes, Keyframe] = {}
+        """By key: chunks that are on their way whole, since nothing was found for them."""
+
+    def begin(self) -> None:
+        """Nothing is on its way."""
+        self._coming.clear()
 
     def find(self, chunks: Collection[tuple[Chunk, Keys]]) -> dict[ChunkId, Kin]:
         """The kin of *chunks*, less those without keys. For some hundred at once: they are looked up one by one."""
@@ -73,27 +81,36 @@ class Bases:
             if found
         }
 
-    def sent(self, kin: Mapping[ChunkId, Kin], rows: tuple[PackedChunk, ...]) -> None:
+    def sending(self, kin: Mapping[ChunkId, Kin], lengths: Mapping[ChunkId, int]) -> None:
+        """A pack of these chunks is on its way: later ones may be against them. Never in it, so that packs, each of
+        which counts when what it is against is there, do not wait for each other."""
+        for chunk, each in kin.items():
+            if each.base is None and len(self._coming) < _COMING_MOST:
+                keyframe = Keyframe(chunk, lengths[chunk], lengths[chunk], 1)
+                self._coming.update((key, keyframe) for key in each.keys if key not in self._coming)
+
+    def sent(self, kin: Mapping[ChunkId, Kin], rows: Iterable[PackedChunk]) -> None:
         """These chunks were acknowledged as *rows* say."""
-        found: list[tuple[bytes, Keyframe]] = []
+        rows = [row for row in rows if row.id in kin]
+        known = self._keyframes.find([key for row in rows if row.base is not None for key in kin[row.id].keys])
         for row in rows:
-            each = kin.get(row.id)
-            if each is None:
-                continue
-            if row.base is None:
-                keyframe = Keyframe(row.id, row.raw_length, row.length, 1)
-            elif each.base is not None:
-                before = each.base.keyframe
-                keyframe = Keyframe(row.base, row.raw_length, before.stored + row.length, before.count + 1)
-            else:
-                continue
-            found += ((key, keyframe) for key in each.keys)
-        if found:
-            self._keyframes.record(found)
+            keyframe = Keyframe(row.id, row.raw_length, row.length, 1)
+            if row.base is not None:
+                of_base = [known[key] for key in kin[row.id].keys if key in known and known[key].chunk == row.base]
+                if not of_base:  # another became the keyframe meanwhile
+                    continue
+                keyframe = replace(of_base[0], stored=of_base[0].stored + row.length, count=of_base[0].count + 1)
+            known.update((key, keyframe) for key in kin[row.id].keys)
+        self._keyframes.record(known.items())
+
+    def are_there(self, rows: Iterable[PackedChunk]) -> bool:
+        """Whether the remote has what deltas among *rows* are against."""
+        bases = {row.base for row in rows if row.base is not None}
+        return self._packs.known(bases) == bases
 
     def _base(self, chunk: Chunk, keys: Keys, keyframes: Mapping[bytes, Keyframe]) -> Base | None:
         for key in keys:
-            keyframe = keyframes.get(key)
+            keyframe = keyframes.get(key) or self._coming.get(key)
             if keyframe is None or keyframe.length != chunk.length or keyframe.chunk == chunk.id:
                 continue
             places = tuple((each.image, each.offset) for each in self._contents.locations(keyframe.chunk))

@@ -1,8 +1,8 @@
 """Getting chunks' raw bytes into an image: from other images of this disk, else from packs on the remote.
 
 Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy
-that differs is forgotten and the remote asked; a pack that lacks it or differs makes way for another that has it. What
-a delta is against comes from this disk too where it is here, else in the same turn as the delta.
+that differs is forgotten and the remote asked; a pack that lacks it, or differs twice, makes way for one that has it.
+What a delta is against comes from this disk too where it is here, else in the same turn as the delta.
 
 Who calls: the event loop's thread. Range requests run in abandonable threads with the store's retries; what touches the
 image's descriptor runs in threads that are always waited for, so that the caller may close it afterwards.
@@ -200,17 +200,15 @@ class ChunkFetcher:
         fd: int | None,
         deliver: Deliver,
     ) -> None:
-        start = min(at.offset for _, at in run)
         key = pack_key(pack)
         try:
             async with self._limiter:
-                data = await self._get(pack, run)
-                bases = await self._bases(
-                    content, {at.base: wanted.chunk.length for wanted, at in run if at.base is not None}
-                )
-                outcomes = await trio.to_thread.run_sync(
-                    self._unpack, data, start, run, bases, fd, limiter=_unlimited()
-                )
+                outcomes = await self._get_run(content, pack, run, fd)
+                damaged = {id(each.wanted) for each in outcomes if isinstance(each.error, FormatError)}
+                if damaged:  # on their way, perhaps
+                    outcomes = [each for each in outcomes if id(each.wanted) not in damaged]
+                    again = [each for each in run if id(each[0]) in damaged]
+                    outcomes += await self._get_run(content, pack, again, fd)
         except RemoteError as error:
             outcomes = [Outcome(wanted, error) for wanted, _ in run]
         bad = []
@@ -226,8 +224,10 @@ class ChunkFetcher:
             tried = {each.chunk.id: at for each, at in run}
             await self._elsewhere(nursery, content, wanted, tried, bad[0].error, fd, deliver)
 
-    async def _get(self, pack: ObjectId, run: list[tuple[Wanted, Placed]]) -> memoryview:
-        """The encoded bytes of a run, from its first chunk on. Raises RemoteError."""
+    async def _get_run(
+        self, content: Content | None, pack: ObjectId, run: list[tuple[Wanted, Placed]], fd: int | None
+    ) -> list[Outcome]:
+        """Raises RemoteError."""
         start = min(at.offset for _, at in run)
         end = max(at.offset + at.length for _, at in run)
         self.requests += 1
@@ -235,7 +235,9 @@ class ChunkFetcher:
             partial(self._remote.get, pack_key(pack), start, end), abandon_on_cancel=True, limiter=_unlimited()
         )
         self.bytes_fetched += end - start
-        return memoryview(data)
+        bases = await self._bases(content, {at.base: each.chunk.length for each, at in run if at.base is not None})
+        unpack = partial(self._unpack, memoryview(data), start, run, bases, fd)
+        return await trio.to_thread.run_sync(unpack, limiter=_unlimited())
 
     async def _bases(self, content: Content | None, lengths: Mapping[ChunkId, int]) -> dict[ChunkId, bytes]:
         """The raw bytes of chunks that deltas are against; those that nobody has are left out. Raises RemoteError."""
@@ -251,16 +253,16 @@ class ChunkFetcher:
         places = self._packs.placed(lacking)
         if content is not None and lacking - places.keys():
             places = dict(await self._manifests.places(content)) | places
-        for pack, run in self._runs([(wanted[base], places[base]) for base in lacking & places.keys()]):
-            start = min(at.offset for _, at in run)
+        # One that is said to be a delta itself is nobody's base: who wrote that may also have written a circle.
+        whole = [(wanted[base], places[base]) for base in lacking & places.keys() if places[base].base is None]
+        for pack, run in self._runs(whole):
             try:
-                unpack = partial(self._unpack, await self._get(pack, run), start, run, {}, None)
+                outcomes = await self._get_run(None, pack, run, None)
             except RemoteError as error:
                 if error.temporary:
                     raise
                 log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(pack), error)
                 continue
-            outcomes = await trio.to_thread.run_sync(unpack, limiter=_unlimited())
             found |= {each.wanted.chunk.id: bytes(each.raw) for each in outcomes if each.raw is not None}
         return found
 

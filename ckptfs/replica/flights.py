@@ -73,6 +73,11 @@ class Flights:
         finally:
             self._nursery = None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._flights
+
     async def quiet(self) -> None:
         """Return when nothing is on its way."""
         while self._flights:

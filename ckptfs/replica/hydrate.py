@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import trio
@@ -35,6 +36,7 @@ from ckptfs.replica.readahead import window_end
 log = logging.getLogger(__name__)
 
 _LOOK_FOR_ROOM_S = 0.5
+_REMEMBER_ERROR_S = 60.0
 _RETRY_MOST_S = 4.0
 """Somebody waits for these bytes: longest wait before the next try, however long the outage."""
 
@@ -50,27 +52,28 @@ class Hydrator:
         tuning: Tuning,
         room: Room,
         *,
+        read_timeout_s: float,
         write: Callable[[int, memoryview, int], int] = os.pwrite,
     ) -> None:
-        """*write* stands for os.pwrite in tests of a failing disk."""
+        """A reader waits for up to *read_timeout_s*; *write* stands for os.pwrite in tests of a failing disk."""
         self._stop = threading.Event()
         limits = Limits(
             tuning.retry_first_s,
             min(tuning.retry_most_s, _RETRY_MOST_S),
-            deadline_s=tuning.read_timeout_s,
+            deadline_s=read_timeout_s,
             cancel=self._stop,
         )
         self.last_error: str | None = None
-        """Why bytes do not come just now, and what is done about it; None once they came."""
+        """Why bytes did not come, and what is done about it; None once some came."""
+        self._failed_at = 0.0
         retrying = Retrying(remote, limits, on_retry=self._failing)
         limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
         self._room = room
         self._contents = Contents(catalog)
         self._catalog = catalog
-        self._manifests = Manifests(
-            catalog, retrying, tuning.read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads)
-        )
+        self._read_timeout_s = read_timeout_s
+        self._manifests = Manifests(catalog, retrying, read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads))
         self.fetcher = ChunkFetcher(
             self._contents, Packs(catalog), images, self._manifests, retrying, tuning, limiter, write
         )
@@ -85,12 +88,21 @@ class Hydrator:
         finally:
             self._stop.set()
 
-    def _failing(self, error: RemoteError, wait_s: float) -> None:
-        self.last_error = str(error)
+    def _failing(self, error: Exception, wait_s: float = 0.0) -> None:
+        self.last_error, self._failed_at = str(error), time.monotonic()
+
+    def forget_error(self) -> None:
+        """The remote answers, nobody waits for bytes: why some did not come a while ago is past."""
+        if self._flights.is_quiet and time.monotonic() - self._failed_at > _REMEMBER_ERROR_S:
+            self.last_error = None
 
     async def content(self, manifest_row: int) -> Content:
         """What a sealed file version consists of. Raises ContentUnavailable."""
-        return await self._manifests.content(manifest_row)
+        try:
+            return await self._manifests.content(manifest_row)
+        except ContentUnavailable as error:
+            self._failing(error)
+            raise
 
     async def learn_places(self, manifest_row: int) -> None:
         """Look up where the remote has a published file version, once more. Raises ContentUnavailable."""
@@ -199,7 +211,7 @@ class Hydrator:
 
     async def _arrive(self, image: Image, content: Content, start: int, end: int, purpose: Purpose) -> dict[int, Raw]:
         """Wait for the bytes [start, end); gives by offset those chunks of them that did not go into the image."""
-        deadline = trio.current_time() + self._tuning.read_timeout_s
+        deadline = trio.current_time() + self._read_timeout_s
         held: dict[int, Raw] = {}
         cause: Exception | None = None
         while flights := self._start(image, content, start, end, purpose, held):
@@ -208,18 +220,21 @@ class Hydrator:
                     await flight.done.wait()
                 late = trio.current_time() >= deadline
                 if not flight.done.is_set():
-                    raise ContentUnavailable(f"the remote did not deliver in time: {cause or 'no answer'}") from cause
+                    missed = ContentUnavailable(f"the remote did not deliver in time: {cause or 'no answer'}")
+                    self._failing(missed)
+                    raise missed from cause
                 if flight.raw is not None and purpose is Purpose.READ:
                     held[offset] = flight.raw
                 elif isinstance(flight.error, OSError | ContentUnavailable):
                     raise flight.error
                 elif flight.error is not None:
                     cause = flight.error
+                    self._failing(cause)
                     if late or not (isinstance(cause, RemoteError) and cause.temporary):
                         raise ContentUnavailable(f"bytes cannot be had from the remote: {cause}") from cause
                     break  # a fetch that somebody began earlier ran out of its own time: begin another
                 self.last_error = None
-                deadline = trio.current_time() + self._tuning.read_timeout_s
+                deadline = trio.current_time() + self._read_timeout_s
         return held
 
     def _start(

@@ -13,7 +13,6 @@ from itertools import chain, islice
 
 import trio
 
-from ckptfs.encoding.canonical import open_object
 from ckptfs.encoding.keys import manifest_key
 from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, decode_content, decode_manifest, encode_content
 from ckptfs.encoding.pack import PackedChunk
@@ -23,6 +22,7 @@ from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.checked import get_object
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +124,7 @@ class Manifests:
 
     async def _get(self, digest: ObjectId, body: bytes | None) -> Manifest:
         def get() -> Manifest:
-            data = open_object(self._remote.get(manifest_key(digest)), digest) if body is None else body
-            return decode_manifest(data)
+            return decode_manifest(get_object(self._remote, manifest_key(digest), digest) if body is None else body)
 
         with trio.fail_after(self._timeout_s):
             return await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)

@@ -58,7 +58,8 @@ class _Run:
 class Merger:
     """Keeps the catalog's tree merged with what other writers published.
 
-    *clock* is set past every stamp that is merged.
+    *clock* is set past every stamp that is merged. Who looks into a directory waits for the remote for up to
+    *read_timeout_s*.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Merger:
         remote: ObjectStore,
         listener: MergeListener,
         tuning: Tuning,
+        read_timeout_s: float,
     ) -> None:
-        limits = Limits(tuning.retry_first_s, tuning.retry_most_s, deadline_s=tuning.read_timeout_s)
+        limits = Limits(tuning.retry_first_s, tuning.retry_most_s, deadline_s=read_timeout_s)
         self._catalog = catalog
         self._clock = clock
-        self._timeout_s = tuning.read_timeout_s
+        self._timeout_s = read_timeout_s
         self._names = Names(catalog)
         self._sources = Sources(catalog)
         self._followed = Followed(catalog)

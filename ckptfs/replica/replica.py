@@ -44,6 +44,8 @@ _HALFWAY_S = 10.0
 """How long somebody who looks waits for the rest of a head that is being merged; its trees are here by then."""
 _RECOGNISE_S = 1.0
 """How long somebody who asks what is safe waits for the remote to say which one it is."""
+_NEWS_S = 0.5
+"""... and then for what others published meanwhile."""
 _LOOK_EVERY_S = 0.5
 _RECORD_EVERY_S = 2.0
 _SETS_LOOKED_AT = 1000
@@ -73,13 +75,17 @@ class Replica:
         *,
         files: Callable[[], Files],
         reseal: Callable[[ImageId], None],
+        hurry: Callable[[], None] = lambda: None,
         background: Background | None = None,
         read_only: bool = False,
     ) -> None:
         self._store = store
         self._remote = remote
         self._recognising = trio.CapacityLimiter(1)
+        self._unanswered: str | None = None
+        """Why the remote did not say which one it is when somebody asked last; None when it did."""
         self.files = files
+        self._hurry = hurry
         self.read_only = read_only
         self._idle_images: list[Image] = []
         self.cuts, heads, self.packs = Cuts(store.catalog), Heads(store.catalog), Packs(store.catalog)
@@ -91,7 +97,7 @@ class Replica:
             heads,
             provisional=self.logs.provisional,
             released=self._released,
-            wake=lambda: self.publisher.wake(),
+            wake=self._cut_taken,
             merging=lambda: self.merger.is_halfway,
         )
         self.publisher = Publisher(
@@ -107,13 +113,16 @@ class Replica:
         )
         self.publisher.on_abandoned = self.settler.load
         tuning = store.settings.tuned
-        self.merger = Merger(store.catalog, store.clock, remote, _MergeNews(self), tuning)
+        read_timeout_s = store.settings.read_timeout_s
+        self.merger = Merger(store.catalog, store.clock, remote, _MergeNews(self), tuning, read_timeout_s)
         self.follower = Follower(
             store.catalog, remote, self.merger, writer=lambda: store.writer, lag_s=store.settings.lag_s
         )
         self.tombstones = TombstoneCollector(store, self.follower)
         self.room = Room(store.path, lambda: files().is_saving())
-        self.hydrator = Hydrator(store.catalog, store.images, remote, tuning, self.room)
+        self.hydrator = Hydrator(
+            store.catalog, store.images, remote, tuning, self.room, read_timeout_s=read_timeout_s
+        )
         self.evictor = Evictor(
             store,
             remote,
@@ -226,14 +235,24 @@ class Replica:
         return self._remote.wrong is not None
 
     async def wrong(self) -> str | None:
-        """Why what answers now, or answered last, is not this store's remote; None when it is."""
+        """Why what answers now, or answered last, is not this store's remote; None when it is.
+
+        Finding that it answers ends what was told of an outage that is over.
+        """
+        unanswered: str | None = f"{self.url}: no answer within {_RECOGNISE_S:.0f} s"
         with trio.move_on_after(_RECOGNISE_S):
             try:
                 await trio.to_thread.run_sync(
                     self._remote.recognise, limiter=self._recognising, abandon_on_cancel=True
                 )
+                unanswered = None
             except RemoteError as error:
-                log.debug("the remote was not recognised: %s", error)
+                unanswered = str(error)
+        self._unanswered = unanswered
+        if unanswered is None:
+            self.hydrator.forget_error()
+            if self.follower.failing:
+                await self.follower.catch_up(_NEWS_S)
         return None if self._remote.wrong is None else str(self._remote.wrong)
 
     async def demand_right(self) -> None:
@@ -292,7 +311,10 @@ class Replica:
 
     @property
     def last_error(self) -> str | None:
-        return self.publisher.last_error or self.follower.last_error
+        """What failed last and was not done since: publishing, following, reading, or asking which remote it is."""
+        return (
+            self.publisher.last_error or self.follower.last_error or self.hydrator.last_error or self._unanswered
+        )
 
     @property
     def remote_bytes(self) -> int:
@@ -351,6 +373,10 @@ class Replica:
             content = await self.hydrator.content(manifest)
             chunks.update((chunk.id, None) for chunk in content.chunks)
         return list(chunks)
+
+    def _cut_taken(self) -> None:
+        self._hurry()  # where small files come without end, it would be replaced before it is sealed, again and again
+        self.publisher.wake()
 
     def _released(self, unneeded: Unneeded) -> None:
         for image in unneeded.images:

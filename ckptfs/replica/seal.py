@@ -82,7 +82,8 @@ class Sealer:
 
     def hurry(self) -> None:
         """Somebody waits: do not wait for more small files before what is there is sealed."""
-        self._burst_began = -math.inf
+        if not self.idle:
+            self._burst_began = -math.inf
 
     @property
     def idle(self) -> bool:

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import trio
 
-from ckptfs.encoding.canonical import open_object
 from ckptfs.encoding.keys import tree_key
 from ckptfs.encoding.tree import Tree, TreeParts, decode_tree, join_parts
 from ckptfs.errors import FormatError, RemoteError
 from ckptfs.ids import ObjectId
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.checked import get_object
 
 _CACHED_ENTRIES = 20_000
 """About 20 MB of decoded entries: a conflict looks at the same trees head after head."""
@@ -65,13 +65,7 @@ class Trees:
         )
 
     def _fetch_blocking(self, digest: ObjectId) -> Tree | TreeParts:
-        key = tree_key(digest)
-        data = self._remote.get(key)
-        try:
-            body = open_object(data, digest)
-        except FormatError as error:
-            raise FormatError(f"{key}: {error}") from error
-        return _decode(digest, body)
+        return _decode(digest, get_object(self._remote, tree_key(digest), digest))
 
     def _keep(self, digest: ObjectId, tree: Tree) -> None:
         if len(tree.entries) > _CACHED_ENTRIES // 2 or digest in self._cache:

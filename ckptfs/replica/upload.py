@@ -8,8 +8,9 @@ bytes in it, not the encoded ones: it can be planned without encoding, and packs
 Who calls: one task on the loop, which plans and owns the catalog, and begins a task for each pack: it has the pack
 built in the background (`encode_threads` at once) and puts it in a thread (as many at once as `Pace` says). What is in
 memory is at most that many packs and one more for each that may be built, and never more than `upload_bytes`. Each
-acknowledged pack is one transaction, so that nothing acknowledged is sent again after a kill. Cancelling leaves puts on
-their way to finish alone: an object that nobody names is no harm.
+acknowledged pack is one transaction, so that nothing acknowledged is sent again after a kill; one with deltas against
+chunks that are on their way themselves counts as acknowledged once they are. Cancelling leaves puts on their way to
+finish alone: an object that nobody names is no harm.
 """
 
 from __future__ import annotations
@@ -156,6 +157,16 @@ class UploadCounters:
         self.packs += 1
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A pack that the remote has taken."""
+
+    name: ObjectId
+    rows: tuple[PackedChunk, ...]
+    verified: bool
+    chunks: list[Needed]
+
+
 @dataclass
 class _Job:
     """A pack on its way: what belongs into it, and the images where it may be found."""
@@ -198,6 +209,8 @@ class Uploader:
         self._most_in_memory = 1
         self._repeated = 0
         """`counters.repeated` when a put ended last."""
+        self._early: list[_Sent] = []
+        """Packs that came before what their deltas are against."""
 
     async def upload(self, files: Iterable[CutFile], pending_bytes: int) -> None:
         """Return when the remote has every chunk of *files*, which come in path order.
@@ -220,11 +233,14 @@ class Uploader:
                             break
             except CkptfsError as error:
                 failures.append(error)
+        self._acknowledge_early()
         if failures:
             raise next((each for each in failures if isinstance(each, DamagedContent)), failures[0])
 
     def _begin(self, pack_bytes: int) -> None:
         self._counters.begin()
+        self._bases.begin()
+        self._early.clear()
         self._repeated = self._counters.repeated
         self._most_in_memory = max(1, min(self._tuning.upload_most, self._tuning.upload_bytes // pack_bytes))
         self._pace.limit(self._most_in_memory)
@@ -241,6 +257,7 @@ class Uploader:
         plan = PackPlan(pack_bytes)
         for file in files:
             for pack in plan.add(await self._needed(file, on_its_way)):
+                self._bases.sending(_kin(pack), {chunk.id: chunk.length for chunk in pack})
                 yield pack
         for pack in plan.finish():
             yield pack
@@ -278,15 +295,15 @@ class Uploader:
     async def _carry(self, chunks: list[Needed], on_its_way: set[ChunkId], failures: list[Exception]) -> None:
         """Send a pack whose place in memory is taken."""
         try:
-            if not failures:
-                await self._send(chunks)
+            if not failures and await self._send(chunks):
                 on_its_way.difference_update(chunk.id for chunk in chunks)  # the catalog knows them now
         except (CkptfsError, OSError) as error:
             failures.append(error)
         finally:
             self._in_memory.release_on_behalf_of(id(chunks))
 
-    async def _send(self, chunks: list[Needed]) -> None:
+    async def _send(self, chunks: list[Needed]) -> bool:
+        """Whether the pack counts as acknowledged already."""
         job = _Job(chunks, {chunk.id: [(chunk.image, chunk.offset)] for chunk in chunks if chunk.image is not None})
         packed = await self._build(job)
         if isinstance(packed, set):  # moved or gone since: look at every place that is known now
@@ -295,11 +312,25 @@ class Uploader:
         if isinstance(packed, set):
             raise DamagedContent({chunk.manifest for chunk in chunks if chunk.id in packed})
         name, data, rows = packed
-        verified = await self._put(name, data)
-        self._packs.acknowledged(name, rows, verified=verified)
-        self._bases.sent({chunk.id: chunk.kin for chunk in chunks if chunk.kin is not None}, rows)
-        self._acknowledged(name)
+        sent = _Sent(name, rows, await self._put(name, data), chunks)
         self._counters.sent(len(data), sum(chunk.length for chunk in chunks))
+        if not self._bases.are_there(rows):
+            self._early.append(sent)
+            return False
+        self._acknowledge(sent)
+        return True
+
+    def _acknowledge_early(self) -> None:
+        """Those of which what they are against is there by now. The rest is sent again, with what is lacking."""
+        while ready := [sent for sent in self._early if self._bases.are_there(sent.rows)]:
+            for sent in ready:
+                self._acknowledge(sent)
+                self._early.remove(sent)
+
+    def _acknowledge(self, sent: _Sent) -> None:
+        self._packs.acknowledged(sent.name, sent.rows, verified=sent.verified)
+        self._bases.sent(_kin(sent.chunks), sent.rows)
+        self._acknowledged(sent.name)
 
     async def _build(self, job: _Job) -> tuple[ObjectId, memoryview, tuple[PackedChunk, ...]] | set[ChunkId]:
         """The pack, in memory that only its file descriptor names; or the chunks that no place has."""
@@ -370,3 +401,6 @@ class Uploader:
             places[chunk.id] += [(each.image, each.offset) for each in self._contents.locations(chunk.id)]
         return places
 
+
+def _kin(chunks: Iterable[Needed]) -> dict[ChunkId, Kin]:
+    return {chunk.id: chunk.kin for chunk in chunks if chunk.kin is not None}

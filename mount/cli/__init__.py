@@ -13,6 +13,7 @@ import click
 
 from ckptfs.errors import CkptfsError
 
+from .insight import diff, du, estimate, inspect
 from .mounting import auth, daemon, mount, umount
 from .repairing import fsck, scrub
 from .seeing import list_remote, prefetch, publish, status, wait
@@ -50,5 +51,10 @@ def main() -> None:
     """
 
 
-for _command in (mount, umount, auth, daemon, status, wait, publish, prefetch, list_remote, fsck, scrub):
+for _command in (
+    *(mount, umount, auth, daemon),
+    *(status, wait, publish, prefetch, list_remote),
+    *(fsck, scrub),
+    *(du, diff, inspect, estimate),
+):
     main.add_command(_command)

@@ -57,6 +57,12 @@ def _check_memory(ctx: click.Context, parameter: click.Parameter, memory_bytes: 
     return memory_bytes
 
 
+def _check_read_timeout(ctx: click.Context, parameter: click.Parameter, seconds: float | None) -> float | None:
+    if seconds == 0:
+        raise click.BadParameter("without any time nothing could be read; write how long to wait, such as 10m.")
+    return seconds
+
+
 @click.command()
 @click.argument("mountpoint")
 @click.option(
@@ -86,6 +92,12 @@ def _check_memory(ctx: click.Context, parameter: click.Parameter, memory_bytes: 
 @click.option("--settle", type=DURATION, help="Publish unrecognised layouts after this long without a new name [5s].")
 @click.option("--lag", type=DURATION, help="How old the view of other writers may be [2s].")
 @click.option("--max-lag", type=DURATION, help="Publish what stays incomplete after this long [120s].")
+@click.option(
+    "--read-timeout",
+    type=DURATION,
+    callback=_check_read_timeout,
+    help="Reading what only the remote has fails (EIO) when it does not come for this long [60s].",
+)
 @click.option("--stop-timeout", type=DURATION, help="After SIGTERM, serve and upload for at most this long [25s].")
 @click.option(
     "--memory",
@@ -109,6 +121,7 @@ def mount(
     settle: float | None,
     lag: float | None,
     max_lag: float | None,
+    read_timeout: float | None,
     stop_timeout: float | None,
     memory_bytes: int | None,
 ) -> None:
@@ -124,6 +137,7 @@ def mount(
         "settle_s": settle,
         "lag_s": lag,
         "max_lag_s": max_lag,
+        "read_timeout_s": read_timeout,
         "stop_timeout_s": stop_timeout,
         "memory_bytes": memory_bytes,
     }
@@ -262,7 +276,7 @@ def _already_mounted(
                 f"{mountpoint} is mounted already, without {_option(name, True)}: unmount it first to change that"
             )
     for name, value in remembered.items():
-        in_force = there["settings"][name]
+        in_force = there["settings"].get(name)  # a daemon that was started before an upgrade does not know all
         if value is not None and value != in_force:
             raise MountError(
                 f"{mountpoint} is mounted already, with {_option(name, in_force)}: unmount it first to change that"

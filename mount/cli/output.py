@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,8 +49,28 @@ class Size(_IntType):
         return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
+class Share(_ParamType):
+    """A share: 0.1 or 10%."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 < share <= 1:
+            self.fail(f"{value!r} is no share; write 0.1 or 10%", param, ctx)
+        return share
+
+
+_WIDE = 10_000
+"""Columns of a terminal on which no table is cut."""
+
 DURATION = Duration()
 SIZE = Size()
+SHARE = Share()
 
 JSON = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document on stdout.")
 
@@ -93,8 +114,10 @@ def files(count: int | None) -> str:
 
 def parts(left: dict[str, int]) -> str:
     """What is left: files and their bytes, or else how many directories and removals."""
-    if left["files"] or left["bytes"]:
+    if left["files"] and left["bytes"]:
         return f"{files(left['files'])}, {size(left['bytes'])}"
+    if left["files"] or left["bytes"]:
+        return size(left["bytes"]) if left["bytes"] else files(left["files"])
     return "1 change of names" if left["changes"] == 1 else f"{left['changes']} changes of names"
 
 
@@ -109,3 +132,32 @@ def pending(progress: dict[str, Any]) -> str:
     if progress.get("eta_s") is not None:
         left += f", about {duration(progress['eta_s'])}"
     return left
+
+
+def shown(path: bytes) -> str:
+    """A path for a line of text: what does not print is escaped."""
+    text = path.decode(errors="backslashreplace")
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[str] = (),
+    total: Sequence[str] | None = None,
+) -> None:
+    """The first column and those in *words* hold words, the others numbers. As wide as need be: paths stay whole."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        is_words = number == 0 or column in words
+        table.add_column(Text(column, style="dim"), justify="left" if is_words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if total is not None:
+        table.add_row(*(Text(each, style="bold") for each in total))
+    Console(highlight=False, width=_WIDE).print(table)

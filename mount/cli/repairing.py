@@ -17,33 +17,17 @@ from ckptfs.errors import MountError, StoreError
 from .. import mountpoint as mounts
 from .. import placement
 from ..order import EXIT_PENDING
-from .output import JSON, SIZE, files, size
+from .output import JSON, SHARE, SIZE, files, size
 from .waiting import Waiting
 
 _LOOK_AGAIN_S = 1.0
 """Between two looks at a store that is in use: transactions and renames of files take less."""
 
 
-class _Share(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.3
-    """A share: 0.1 or 10%."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            share = -1.0
-        if not 0 < share <= 1:
-            self.fail(f"{value!r} is no share; write 0.1 or 10%", param, ctx)
-        return share
-
-
 @click.command()
 @click.argument("path", default=".")
 @click.option("--remote", is_flag=True, help="Read the remote's packs, manifests and trees too.")
-@click.option("--sample", type=_Share(), metavar="SHARE", default=1.0, help="Look at a share only, such as 10%.")
+@click.option("--sample", type=SHARE, metavar="SHARE", default=1.0, help="Look at a share only, such as 10%.")
 @click.option("--rate", type=SIZE, metavar="SIZE", help="Read at most so many bytes a second, such as 50M.")
 @click.option("--no-repair", is_flag=True, help="Only tell what is damaged.")
 @JSON

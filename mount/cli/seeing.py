@@ -179,7 +179,9 @@ def _show(document: dict[str, Any]) -> None:
         rows.append(("saving", f"programs waited {_briefly(saves['blocked_s'])} for {files(saves['files'])}, "
                                f"{_briefly(saves['longest_s'])} at longest"))  # fmt: skip
     if document["remote"] is not None:
-        rows.append(("pending", pending({**_pending(document), "eta_s": risk["eta_s"]})))
+        since = document.get("oldest_pending_at_s")  # an older daemon, still running, does not know it
+        left = pending({**_pending(document), "eta_s": risk["eta_s"]})
+        rows.append(("pending", left if since is None else f"{left}, the oldest for {in_words(time.time() - since)}"))
         rows.append(("last success", ago(document["last_success_at_s"])))
         rows.append(("last error", document["last_error"] or "none"))
     sizes = document["bytes"]

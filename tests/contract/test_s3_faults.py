@@ -15,7 +15,7 @@ from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbid
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.remote.s3 import S3Store
 from tests.support.proxy import FaultProxy, Faults
-from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+from tests.support.seaweed import ACCESS_KEY, NEXT_ACCESS_KEY, NEXT_SECRET_KEY, SECRET_KEY, Seaweed
 
 DATA = os.urandom(300_000)
 READ_TIMEOUT_S = 0.6
@@ -147,6 +147,58 @@ def test_head_has_only_a_status(store: S3Store, s3_proxy: FaultProxy) -> None:
     assert store.size("k") is None
 
 
+@pytest.mark.parametrize(("clock_s", "words"), [(1200, "20 minutes behind"), (-1200, "20 minutes ahead of")])
+def test_a_clock_that_is_off_is_told(store: S3Store, s3_proxy: FaultProxy, clock_s: float, words: str) -> None:
+    """For each request, also where the answer has no body to say so; ten minutes are fine."""
+    s3_proxy.faults = Faults(clock_s=clock_s, signed_within_s=900)
+    for call in (lambda: store.put("new", DATA), lambda: store.get("k"), lambda: store.size("k")):
+        fails(call, RemoteForbidden, temporary=True, match=f"clock is {words} the store's.* Set the clock")
+    s3_proxy.faults = Faults(clock_s=clock_s / 2, signed_within_s=900)
+    assert store.get("k") == DATA
+
+
+def test_every_request_is_signed_when_it_is_sent(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A request that is repeated after a while is signed anew: no store refuses it for being old."""
+    s3_proxy.faults = Faults(error_share=1.0)
+
+    def heal(error: RemoteError, wait_s: float) -> None:
+        s3_proxy.faults = Faults(signed_within_s=2.5)
+
+    retrying = Retrying(store, Limits(attempts=2), on_retry=heal, sleep=lambda _: time.sleep(3.5))
+    assert retrying.put("late", DATA)
+
+
+def test_rotated_keys_in_a_file(seaweed: Seaweed, bucket_name: str, s3_proxy: FaultProxy, tmp_path: Path) -> None:
+    """The file is read again once it changed, replaced or written in place, half or whole; the old key may go then."""
+    file = tmp_path / "credentials"
+
+    def write(key: str, secret: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+
+    write(ACCESS_KEY, SECRET_KEY)
+    environment = {
+        "AWS_SHARED_CREDENTIALS_FILE": str(file),
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_ENDPOINT_URL": s3_proxy.endpoint,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    store = S3Store(bucket_name, tmp_path.name, environment=environment)
+    assert store.put("k", DATA)
+    s3_proxy.faults = Faults(expired_keys=frozenset({ACCESS_KEY}))
+    fails(lambda: store.get("k"), RemoteForbidden, temporary=True, match="expired")
+    file.write_text("[default]\naws_access_key_id = ")
+    fails(lambda: store.get("k"), RemoteForbidden, temporary=True)
+    write(NEXT_ACCESS_KEY, NEXT_SECRET_KEY)
+    assert store.get("k") == DATA
+    new = tmp_path / "new"
+    new.write_text(file.read_text().replace(NEXT_ACCESS_KEY, ACCESS_KEY).replace(NEXT_SECRET_KEY, SECRET_KEY))
+    new.replace(file)
+    s3_proxy.faults = Faults(expired_keys=frozenset({NEXT_ACCESS_KEY}))
+    assert store.get("k") == DATA
+    file.unlink()
+    fails(lambda: store.get("k"), RemoteForbidden, temporary=True, match="no usable credentials")
+
+
 @pytest.mark.parametrize("cut_after", [0, 1, 100_000, len(DATA) - 1])
 def test_body_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_after: int) -> None:
     """A body that breaks off is a temporary error, never fewer bytes."""
@@ -156,6 +208,33 @@ def test_body_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_after: int) ->
     fails(lambda: store.get_tail("k", len(DATA)), RemoteError, temporary=True)
     s3_proxy.heal()
     assert store.get("k") == DATA
+
+
+@pytest.mark.parametrize("cut_up_after", [0, 100_000])
+def test_request_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_up_after: int) -> None:
+    """A connection that breaks while a body is sent is a temporary error, and nothing is stored."""
+    s3_proxy.faults = Faults(cut_up_after=cut_up_after)
+    fails(lambda: store.put("new", DATA), RemoteError, temporary=True)
+    s3_proxy.heal()
+    assert store.size("new") is None
+
+
+def test_a_range_that_is_too_short(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """Fewer bytes than were asked for, which call themselves all, are a temporary error: a range knows its length."""
+    s3_proxy.faults = Faults(short_after=1000)
+    fails(lambda: store.get("k", 0, len(DATA)), RemoteError, temporary=True, match="1000 bytes came")
+    fails(lambda: store.get_tail("k", 5000), RemoteError, temporary=True, match="1000 bytes came")
+
+
+def test_listings_that_miss_keys(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """The proxy leaves out what it should, so that tests of what becomes of it can rely on that."""
+    for number in range(9):
+        store.put(f"l/{number}/x", b"")
+    s3_proxy.faults = Faults(unlisted_share=0.5)
+    listed = [each.key for each in store.list("l/").objects]
+    assert 0 < len(listed) < 9 and listed == sorted(listed)
+    s3_proxy.faults = Faults(unlisted_share=1.0)
+    assert store.list("l/").objects == () and store.list_folders("l/") == ()
 
 
 def test_body_that_stops(store: S3Store, s3_proxy: FaultProxy) -> None:

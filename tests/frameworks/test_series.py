@@ -17,6 +17,7 @@ from tests.conftest import Bucket
 from tests.frameworks.conftest import QUICK, MakeSite
 from tests.support.copies import client, download
 from tests.support.mounts import Site
+from tests.support.proxy import FaultProxy, Faults
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -61,9 +62,9 @@ def is_equal(directory: Path, state: dict[str, Any]) -> bool:
     return all(torch.equal(found[name], each) and torch.equal(other[name], each) for name, each in state.items())
 
 
-def packed_bytes(bucket: Bucket) -> int:
+def packed_bytes(bucket: Bucket, prefix: str = "run") -> int:
     s3 = client(bucket)
-    pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket.name, Prefix="run/packs/")
+    pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket.name, Prefix=f"{prefix}/packs/")
     found = sum(each["Size"] for page in pages for each in page.get("Contents", []))
     s3.close()
     return int(found)
@@ -102,6 +103,33 @@ def test_a_series_takes_its_differences(machine: MakeSite, bucket: Bucket, url: 
     done = subprocess.run([sys.executable, SCRIPT, tmp_path / "copy", tmp_path / "restored"], timeout=100)
     assert done.returncode == 0
     assert all(is_equal(tmp_path / "restored" / f"checkpoint-{step}", made[step // 100 - 1]) for step in (200, 400))
+
+
+def test_a_backlog_is_a_series_too(machine: MakeSite, bucket: Bucket, url: str, network: FaultProxy) -> None:
+    """Checkpoints that were saved while the remote was away are sent in one go, the newest whole."""
+    here = machine("here", endpoint=network.endpoint, tuning={"pack_bytes": 2 << 20})
+    here.mount("--remote", url, *QUICK)
+    (here.mountpoint / "before").touch()
+    ckptfs.wait(here.mountpoint, "replicated")
+    network.faults = Faults(mode="refuse")
+    made = states()
+    for step, state in zip(STEPS, made, strict=True):
+        save(here.mountpoint / f"checkpoint-{step}", state)
+    ckptfs.wait(here.mountpoint, "sealed")
+    network.faults = Faults()
+    ckptfs.wait(here.mountpoint, "replicated")
+    alone = machine("alone")
+    alone.mount("--remote", f"{url}-alone", *QUICK)
+    save(alone.mountpoint / "checkpoint-100", made[0])
+    ckptfs.wait(alone.mountpoint, "replicated")
+    one = packed_bytes(bucket, "run-alone")
+    assert packed_bytes(bucket) < 2.8 * one, "four states"
+    assert here.run("scrub", "--remote", str(here.mountpoint)).status == 0
+    there = machine("there")
+    there.mount("--remote", url, *QUICK)
+    assert all(
+        is_equal(there.mountpoint / f"checkpoint-{step}", state) for step, state in zip(STEPS, made, strict=True)
+    )
 
 
 def test_without_deltas(machine: MakeSite, bucket: Bucket, url: str) -> None:

@@ -41,7 +41,7 @@ def saved(machines: Machines, shards: int, size: int) -> list[bytes]:
 
 def cold(machines: Machines, *, by: FaultProxy | None = None) -> tuple[Site, Path]:
     """A machine that has nothing yet, and where it shows the set."""
-    site = machines.site("far", by=by, tuning={"read_timeout_s": 20.0})
+    site = machines.site("far", by=by, tuning={}, settings={"read_timeout_s": 20.0})
     machines.mount(site, "--lag", "60s")
     return site, site.mountpoint / "run" / "step-1"
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machines import Machines
-from tests.support.mounts import TINY, Site, is_mounted, run, until
+import ckptfs
+from tests.support.machines import Machines, same_soon
+from tests.support.mounts import Site, is_mounted, run, until
 from tests.support.proxy import Faults
 
 pytestmark = pytest.mark.timeout(170)
@@ -50,7 +51,7 @@ sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
 """
 
 
-def test_case_47_many_processes_make_the_same_directories(site: Site) -> None:
+def test_case_047_many_processes_make_the_same_directories(site: Site) -> None:
     """64 processes make one new four-level path, and trees of their own in it that they remove: no error."""
     site.mount()
     done = run([sys.executable, "-c", MAKEDIRS, str(site.mountpoint), "64", str(ROUNDS)], timeout_s=120)
@@ -135,14 +136,14 @@ for each in threads:
 
 
 @pytest.mark.slow
-def test_case_55_two_hundred_readers_of_a_dead_remote(machines: Machines) -> None:
+def test_case_055_two_hundred_readers_of_a_dead_remote(machines: Machines) -> None:
     """While they wait, stat, save, df and status are instant; killed, they are gone soon; unmounting does not wait."""
     writer, way = machines.site("writer"), machines.proxy()
     top = machines.mount(writer)
     for number in range(200):
         (top / f"file-{number}").write_bytes(os.urandom(3000))
     assert writer.run("wait", str(top), "--timeout", "60s").status == 0
-    reader = machines.site("reader", by=way, tuning={**TINY, "read_timeout_s": 8.0})
+    reader = machines.site("reader", by=way, settings={"read_timeout_s": 8.0})
     there = machines.mount(reader)
     assert len(os.listdir(there)) == 200
     way.faults = Faults(mode="black_hole")
@@ -169,6 +170,79 @@ def test_case_55_two_hundred_readers_of_a_dead_remote(machines: Machines) -> Non
     reader.umount("--no-wait", status=3)
     assert time.monotonic() - began < 30
     assert not is_mounted(there)
+
+
+SHARING = """
+import hashlib, os, sys
+top, writers, megabytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+BLOCK = 256 << 10
+blocks = megabytes * (1 << 20) // BLOCK
+
+def block(number, at):
+    return hashlib.blake2b(b"%d %d" % (number, at)).digest() * (BLOCK // 64)
+
+def write(number):
+    fd = os.open(f"{top}/{number}", os.O_CREAT | os.O_WRONLY)
+    for at in range(blocks):
+        data = block(number, at)
+        assert os.pwrite(fd, data, at * BLOCK) == len(data)
+        if at % 16 == 15:
+            os.fsync(fd)
+    os.close(fd)
+
+def read(number):
+    seen = 0
+    while seen < blocks:
+        try:
+            fd = os.open(f"{top}/{number}", os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        while (there := os.fstat(fd).st_size // BLOCK) > seen:
+            for at in (seen, there - 1):
+                assert os.pread(fd, BLOCK, at * BLOCK) == block(number, at), (number, at)
+            seen += 1
+        os.close(fd)
+
+children = []
+for work in (write, read):
+    for number in range(writers):
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                work(number)
+                status = 0
+            except BaseException as error:
+                print(work.__name__, number, repr(error), flush=True)
+            os._exit(status)
+        children.append(pid)
+sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
+"""
+
+
+def write_and_read_at_once(machines: Machines, passthrough: str, megabytes: int) -> None:
+    site = machines.site("here", tuning={})
+    top = machines.mount(site, "--passthrough", passthrough)
+    command = [sys.executable, "-c", SHARING, str(top), "8", str(megabytes)]
+    done = run(command, timeout_s=100 + megabytes)
+    assert done.status == 0, done.said
+    assert {each.stat().st_size for each in top.iterdir()} == {megabytes << 20}
+    assert ckptfs.wait(top, "replicated", 100 + megabytes)
+    same_soon(top, machines.mount(machines.site("there", tuning={})), 100 + megabytes)
+
+
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_eight_writers_and_a_reader_of_each_file(machines: Machines, passthrough: str) -> None:
+    """Who reads a file while it grows finds every byte that was written, and so does another machine in the end."""
+    write_and_read_at_once(machines, passthrough, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("passthrough", ["auto", "off"])
+def test_eight_writers_of_large_files_and_a_reader_of_each(machines: Machines, passthrough: str) -> None:
+    """The same with 2 GiB in all."""
+    write_and_read_at_once(machines, passthrough, 256)
 
 
 FORKING = """

@@ -125,6 +125,7 @@ def test_other_options_for_a_running_mount_are_refused(site: Site) -> None:
         (["--offline"], "without --offline"),
         (["--settle", "1s"], "--settle 3s"),
         (["--max-lag", "7m"], "--max-lag 120s"),
+        (["--read-timeout", "7m"], "--read-timeout 60s"),
         (["--owner", "mine"], "--owner 1:2"),
         (["--passthrough", "on"], "--passthrough "),
         (["--memory", "1G"], "--memory 384M"),

@@ -12,7 +12,7 @@ import pytest
 
 import ckptfs
 from tests.support.machines import Machines, census
-from tests.support.mounts import COMMAND, TINY, end
+from tests.support.mounts import COMMAND, end
 from tests.support.proxy import Faults
 
 GONE = Faults("refuse")
@@ -34,7 +34,7 @@ def fill(top: Path) -> None:
 def test_what_was_prefetched_is_read_without_the_remote(machines: Machines) -> None:
     """Everything below the path, and nothing else; asking again finds it here."""
     near, way = machines.site("near"), machines.proxy()
-    far = machines.site("far", by=way, tuning={**TINY, "read_timeout_s": 1.0})
+    far = machines.site("far", by=way, settings={"read_timeout_s": 1.0})
     here, there = machines.mount(near), machines.mount(far)
     fill(here)
     assert ckptfs.wait(here, "replicated", 30)
@@ -57,7 +57,7 @@ def test_what_was_prefetched_is_read_without_the_remote(machines: Machines) -> N
 def test_a_prefetch_that_fails_goes_on_the_next_time(machines: Machines) -> None:
     """The remote breaks off in the middle: one clear line, what came is kept, and the rest comes later."""
     near, way = machines.site("near"), machines.proxy()
-    far = machines.site("far", by=way, tuning={"read_timeout_s": 5.0, "fetch_bytes": 65536})
+    far = machines.site("far", by=way, tuning={"fetch_bytes": 65536}, settings={"read_timeout_s": 5.0})
     here, there = machines.mount(near), machines.mount(far)
     data = np.random.default_rng(12).bytes(4 << 20)
     (here / "file").write_bytes(data)

@@ -87,7 +87,12 @@ def manifests(draw: st.DrawFn) -> Manifest:
         )
         for chunk in content.chunks
     ]  # fmt: skip
-    return Manifest(content, tuple(places))
+    bases = {
+        place.base: Placed(draw(st.sampled_from([*packs, bytes(32)])), draw(st.integers(0, MOST >> 1)), 7, 2, None)
+        for place in places
+        if place.base is not None
+    }
+    return Manifest(content, tuple(places), bases)
 
 
 @st.composite

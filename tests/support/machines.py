@@ -29,6 +29,8 @@ class Machines:
         self._bucket = bucket
         self._stack = stack
         self.url = f"{bucket.url}/run"
+        self.environment = bucket.environment
+        """The way to it that never misbehaves, as AWS_* variables."""
 
     def proxy(self) -> FaultProxy:
         """A way to the server that misbehaves on demand."""

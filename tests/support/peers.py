@@ -37,7 +37,8 @@ from ckptfs.remote.base import ObjectStore
 from ckptfs.replica.follow import Follower
 from ckptfs.replica.merge import Merger
 
-TUNING = Tuning(inline_bytes=400, tree_entries=16, retry_first_s=0.01, retry_most_s=0.02, read_timeout_s=0.5)
+TUNING = Tuning(inline_bytes=400, tree_entries=16, retry_first_s=0.01, retry_most_s=0.02)
+READ_TIMEOUT_S = 0.5
 
 
 class Peer:
@@ -75,7 +76,7 @@ class Peer:
                 )
             else:
                 self.writer = WriterId(row[0])
-        self.merger = Merger(self.catalog, self.clock, remote, self, tuning)
+        self.merger = Merger(self.catalog, self.clock, remote, self, tuning, READ_TIMEOUT_S)
         self.follower = Follower(self.catalog, remote, self.merger, writer=lambda: self.writer, lag_s=lag_s)
 
     # MergeListener

@@ -7,14 +7,18 @@ requests as they were signed, so the server sees the client's own Host header.
 from __future__ import annotations
 
 import http.client
+import io
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
+from typing import IO, Literal
 from urllib.parse import urlsplit
 
 from botocore.auth import SigV4Auth
@@ -22,6 +26,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 _BLOCK = 16 << 10
+_LISTED = re.compile(rb"<(Contents|CommonPrefixes)>.*?</\1>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,20 @@ class Faults:
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
     """Rates of all bodies together."""
+    expired_keys: frozenset[str] = frozenset()
+    """What is signed with one of these access keys is refused: it has expired."""
+    clock_s: float = 0.0
+    """The store's clock shows so much more than ours ..."""
+    signed_within_s: float | None = None
+    """... and what was signed further from its time than this is refused. S3's is 15 minutes."""
     cut_after: int | None = None
-    """Break the connection after this many bytes of an answer's body."""
+    """Break the connection after this many bytes of an answer's body ..."""
+    cut_up_after: int | None = None
+    """... or of a request's, before the server hears of it."""
+    short_after: int | None = None
+    """Answers to GET end after this many bytes, as if that were all of them."""
+    unlisted_share: float = 0.0
+    """This share of keys and folders is missing in listings."""
     flip_up: bool = False
     """Change one byte in the middle of each request's body ..."""
     flip_down: bool = False
@@ -246,10 +263,13 @@ class _Handler(BaseHTTPRequestHandler):
             faults = Faults()
         if faults.latency_s:
             changed.wait(faults.latency_s)
+        if faults.cut_up_after is not None and faults.cut_up_after < int(self.headers.get("Content-Length") or 0):
+            self.rfile.read(faults.cut_up_after)
+            return self._drop()
         body = b"".join(self._request_body(faults, changed))
-        concerned = faults.error_header is None or faults.error_header in self.headers
-        if concerned and proxy.random.random() < faults.error_share:
-            return self._answer_error(*faults.error)
+        error = self._refusal(faults)
+        if error is not None:
+            return self._answer_error(*error)
         if faults.flip_up:
             body = _flipped(body)
         headers = self._headers(faults)
@@ -266,6 +286,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._pass_on(response, faults, changed)
         finally:
             upstream.close()
+
+    def _refusal(self, faults: Faults) -> tuple[int, str] | None:
+        """Status and code of the error with which this request is answered, None when it is passed on."""
+        concerned = faults.error_header is None or faults.error_header in self.headers
+        if concerned and self.server.proxy.random.random() < faults.error_share:
+            return faults.error
+        if any(f"Credential={key}/" in self.headers.get("Authorization", "") for key in faults.expired_keys):
+            return 400, "ExpiredToken"
+        if faults.signed_within_s is not None:
+            signed = datetime.strptime(self.headers["X-Amz-Date"], "%Y%m%dT%H%M%S%z")
+            if abs(time.time() + faults.clock_s - signed.timestamp()) > faults.signed_within_s:
+                return 403, "RequestTimeTooSkewed"
+        return None
 
     def _request_body(self, faults: Faults, changed: threading.Event) -> Iterator[bytes]:
         left = int(self.headers.get("Content-Length") or 0)
@@ -292,16 +325,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, response: http.client.HTTPResponse, faults: Faults, changed: threading.Event) -> None:
         has_body = self.command != "HEAD" and response.status not in (204, 304)
-        chunked = has_body and response.getheader("Content-Length") is None
+        other = self._other_body(response, faults) if has_body else None
+        source: IO[bytes] = response if other is None else io.BytesIO(other)  # type: ignore[assignment]
+        length = response.getheader("Content-Length") if other is None else str(len(other))
+        chunked = has_body and length is None
         self.send_response_only(response.status)
         for name, value in response.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection"):
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", length)
         if chunked:
             self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        sent, size = 0, response.length or 0
-        while has_body and (block := response.read(_BLOCK)):
+        sent, size = 0, int(length or 0)
+        while has_body and (block := source.read(_BLOCK)):
             if faults.flip_down and self.command == "GET" and sent <= size // 2 < sent + len(block):
                 block = _flipped(block)
             if faults.cut_after is not None and sent + len(block) > faults.cut_after:
@@ -314,9 +352,21 @@ class _Handler(BaseHTTPRequestHandler):
         if chunked:
             self.wfile.write(b"0\r\n\r\n")
 
+    def _other_body(self, response: http.client.HTTPResponse, faults: Faults) -> bytes | None:
+        """What is passed on in place of the answer's body; None for that itself."""
+        if faults.unlisted_share and "list-type=2" in self.path:
+            random = self.server.proxy.random
+            return _LISTED.sub(
+                lambda found: b"" if random.random() < faults.unlisted_share else found[0], response.read()
+            )
+        if faults.short_after is not None and self.command == "GET":
+            return response.read()[: faults.short_after]
+        return None
+
     def _answer_error(self, status: int, code: str) -> None:
         body = f"<Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
         self.send_response_only(status)
+        self.send_header("Date", formatdate(time.time() + self.server.proxy.faults.clock_s, usegmt=True))
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

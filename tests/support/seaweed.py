@@ -26,6 +26,9 @@ from botocore.config import Config
 
 ACCESS_KEY = "ckptfs-test-key"
 SECRET_KEY = "ckptfs-test-secret"
+NEXT_ACCESS_KEY = "ckptfs-test-next-key"
+NEXT_SECRET_KEY = "ckptfs-test-next-secret"
+"""The same identity's other key: keys are rotated from the first to this one."""
 
 _PORTS = (
     "master.port",
@@ -116,7 +119,8 @@ class Seaweed:
         data = self._directory / f"data-{secrets.token_hex(4)}"
         data.mkdir()
         config = self._directory / "s3.json"
-        credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
+        keys = {ACCESS_KEY: SECRET_KEY, NEXT_ACCESS_KEY: NEXT_SECRET_KEY}
+        credentials = [{"accessKey": key, "secretKey": secret} for key, secret in keys.items()]
         actions = ["Admin", "Read", "List", "Tagging", "Write"]
         config.write_text(
             json.dumps({"identities": [{"name": "test", "credentials": credentials, "actions": actions}]})
@@ -178,8 +182,12 @@ class Seaweed:
         """A fresh bucket whose name starts with *name*; returns the whole name."""
         safe = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "test"
         bucket = f"{safe}-{secrets.token_hex(4)}"
-        self._request("create_bucket", Bucket=bucket)
+        self.create_named_bucket(bucket)
         return bucket
+
+    def create_named_bucket(self, bucket: str) -> None:
+        """An empty bucket called *bucket*, as somebody makes who deleted it by mistake."""
+        self._request("create_bucket", Bucket=bucket)
 
     def delete_bucket(self, bucket: str) -> None:
         """Delete *bucket* with all that is in it."""

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -267,3 +268,22 @@ def test_an_order_and_its_report_travel_between_processes() -> None:
     with pytest.raises(CkptfsError, match="gone"):
         PipeReporter(writing).note("x")
     PipeReporter(writing).error("nobody hears this")
+
+
+def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before anything is looked at; the rest of `du` needs no matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = CliRunner().invoke(main, ["du", str(tmp_path), "--plot", "growth.png"])
+    assert (done.exit_code, done.output) == (1, "Error: plots need matplotlib: pip install 'ckptfs[plot]'\n")
+    assert CliRunner().invoke(main, ["du", str(tmp_path), "--plot", "growth.doc"]).exit_code == 2
+
+
+def test_tables_have_whole_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    """However long, and however strange: what does not print is escaped, and nothing is taken for markup."""
+    strange = output.shown(b"[bold]\x1b[31m\xff\n" + b"x" * 300)
+    output.print_table(("path", "bytes"), [(strange, "1"), ("short", "23")], total=("together", "24"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith(r"[bold]\x1b[31m\xff\n" + "x" * 300)
+    assert [line.split()[-1] for line in lines] == ["bytes", "1", "23", "24"]
+    assert len({len(line.rstrip()) for line in lines}) == 1, "numbers end in one column"

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 
 from ckptfs.config import Tuning
 from ckptfs.formats.base import UNKNOWN, BytesSource, FileSource, Tensor, tidy
@@ -77,47 +76,6 @@ def test_npz() -> None:
     commented = saved(np.savez, **arrays)
     commented = commented[:-2] + (9).to_bytes(2, "little") + b"a comment"
     assert found(commented) == expected
-
-
-def test_zstd_frames() -> None:
-    """Frames of every kind that stand one behind the other must be found, also before something else."""
-    contents = [b"", b"x", bytes(300_000), np.random.default_rng(1).bytes(300_000), np.arange(50_000.0).tobytes()]
-    frames = []
-    for content in contents:
-        frames += [
-            zstandard.ZstdCompressor(level, write_checksum=checksum, write_content_size=told).compress(content)
-            for level, checksum, told in ((1, True, True), (3, False, False), (-1, False, True))
-        ]
-    expected = {str(at): (UNKNOWN, (), frame) for at, frame in enumerate(frames)}
-    assert found(b"".join(frames)) == expected
-    assert found(b"".join(frames) + b"something else") == expected
-    assert found(b"".join(frames) + frames[-1][:-5]) == expected  # the last one is cut off
-    assert found(frames[-1]) == {}
-
-
-def test_the_frames_of_orbax(tmp_path: Path) -> None:
-    """An array that did not change must be the same chunks in two saves, whatever is before it."""
-    pytest.importorskip("orbax.checkpoint")
-    import orbax.checkpoint as ocp
-
-    random = np.random.default_rng(1)
-    frozen = {str(at): random.standard_normal((200, 500), np.float32) for at in range(20)}
-    ids = []
-    for step in range(2):
-        trained = random.standard_normal((300, 500), np.float32)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / str(step), {"trained": trained} | frozen)
-        ids.append(
-            {
-                digest(data[piece.start : piece.end]): piece.end - piece.start
-                for path in (tmp_path / str(step)).rglob("d/*")
-                for data in [path.read_bytes()]
-                for source in [BytesSource(data)]
-                for piece in cut(len(data), recognise(source), [(0, len(data))], Tuning(), source.read)
-            }
-        )
-    fresh = sum(length for chunk, length in ids[1].items() if chunk not in ids[0])
-    assert fresh < trained.nbytes + 0.05 * sum(each.nbytes for each in frozen.values())
 
 
 def test_safetensors() -> None:

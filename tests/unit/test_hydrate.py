@@ -8,15 +8,15 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 
 from ckptfs.config import Tuning
 from ckptfs.encoding.canonical import object_id, seal_object
-from ckptfs.encoding.codec import encode
+from ckptfs.encoding.codec import encode, encode_delta
 from ckptfs.encoding.keys import manifest_key, pack_key
 from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, encode_manifest
 from ckptfs.encoding.pack import PackBuilder
@@ -40,7 +40,6 @@ TUNING = Tuning(
     readahead_bytes=1 << 20,
     retry_first_s=0.01,
     retry_most_s=0.02,
-    read_timeout_s=2.0,
 )
 
 
@@ -62,7 +61,7 @@ class FixedRoom(Room):
 class Disk:
     """A store's catalog and images, and a remote with files in packs."""
 
-    def __init__(self, path: Path, tuning: Tuning = TUNING) -> None:
+    def __init__(self, path: Path, tuning: Tuning = TUNING, *, read_timeout_s: float = 2.0) -> None:
         self.catalog = Catalog(path / "catalog.db")
         self.contents = Contents(self.catalog)
         self.packs = Packs(self.catalog)
@@ -74,7 +73,15 @@ class Disk:
         self.open: list[Image] = []
         self.saving = False
         self.room = FixedRoom(path, lambda: self.saving)
-        self.hydrator = Hydrator(self.catalog, self.images, self.remote, tuning, self.room, write=self._write)
+        self.hydrator = Hydrator(
+            self.catalog,
+            self.images,
+            self.remote,
+            tuning,
+            self.room,
+            read_timeout_s=read_timeout_s,
+            write=self._write,
+        )
         with self.catalog.transaction() as db:
             db.execute(
                 "INSERT INTO inode (ino, file_id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, changed)"
@@ -112,6 +119,27 @@ class Disk:
         name = object_id(body)
         self.remote.objects[manifest_key(name)] = seal_object(body)
         return self.contents.add_manifest(size=len(data), body=None, digest=name)
+
+    def publish_delta(self, data: bytes, base: bytes, *, chain: bool = False) -> tuple[int, str, str]:
+        """A file of one chunk, as its difference to *base*, which lies in another pack; with *chain* as a delta too.
+
+        Gives the manifest row and the keys of the packs, that of the base last.
+        """
+        keys = []
+        placed: list[Placed] = []
+        for raw, against in ((base, bytes(len(base)) if chain else None), (data, base)):
+            builder = PackBuilder()
+            codec, encoded = encode(raw, "float32") if against is None else encode_delta(raw, against, "float32")
+            builder.add(ChunkId(digest(raw)), len(raw), codec, encoded, ChunkId(digest(base)) if raw is data else None)
+            name, body, (row,) = builder.finish()
+            keys.append(pack_key(name))
+            self.remote.objects[keys[-1]] = bytes(body)
+            placed.append(Placed(name, row.offset, row.length, row.codec, row.base))
+        content = Content(len(data), (), (Chunk(ChunkId(digest(data)), len(data), "float32"),))
+        body = encode_manifest(Manifest(content, (placed[1],), {ChunkId(digest(base)): placed[0]}))
+        name = object_id(body)
+        self.remote.objects[manifest_key(name)] = seal_object(body)
+        return self.contents.add_manifest(size=len(data), body=None, digest=name), keys[1], keys[0]
 
     async def sparse(self, manifest: int) -> tuple[Image, Content]:
         """An image of the file with none of its bytes."""
@@ -294,6 +322,31 @@ def test_damage_on_the_remote_costs_the_chunk_alone(disk: Disk, caplog: pytest.L
     assert key in caplog.text
 
 
+def test_bytes_that_changed_on_their_way_are_asked_for_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: of a pack only what is damaged, and manifests too."""
+    data = noise(3 * PIECE)
+    row = disk.publish(data)
+    get, seen = disk.remote.get, set[str]()
+
+    def flip_at_first(key: str, start: int = 0, end: int | None = None) -> bytes:
+        body = bytearray(get(key, start, end))
+        if key not in seen:
+            seen.add(key)
+            body[len(body) // 2] ^= 1
+        return bytes(body)
+
+    monkeypatch.setattr(disk.remote, "get", flip_at_first)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        assert os.pread(image.fd, content.size, 0) == data
+
+    run(disk, test)
+    assert [length for key, length in disk.remote.gets if key.startswith("packs/")] == [3 * PIECE, PIECE]
+    assert len([key for key, _ in disk.remote.gets if key.startswith("manifests/")]) == 2
+
+
 def test_another_pack_makes_up_for_a_missing_one(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     """When the pack that is known for a chunk is gone, the place in the file's own manifest is tried."""
     data = noise(2 * PIECE)
@@ -309,6 +362,58 @@ def test_another_pack_makes_up_for_a_missing_one(disk: Disk, caplog: pytest.LogC
     with caplog.at_level(logging.ERROR):
         run(disk, test)
     assert pack_key(digest(b"gone")) in caplog.text  # type: ignore[arg-type]
+
+
+def test_a_delta_comes_with_its_base(disk: Disk) -> None:
+    """In two requests, without anybody's knowing of the base before; from this disk when it is there."""
+    base = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    data = (base * np.float32(1.001)).tobytes()
+    row, key, base_key = disk.publish_delta(data, base.tobytes())
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        assert os.pread(image.fd, len(data), 0) == data
+        assert [each for each, _ in disk.gets()] == [key, base_key]
+        donor = disk.images.create()
+        disk.open.append(donor)
+        os.pwrite(donor.fd, base.tobytes(), 0)
+        disk.contents.add_image(donor.id, whole=True)
+        disk.contents.add_locations(donor.id, [(digest(base.tobytes()), 0, base.nbytes)])
+        again, _ = await disk.sparse(row)
+        assert await disk.hydrator.read(again, content, 0, content.size) == data
+        assert [each for each, _ in disk.gets()] == [key, base_key, key]
+
+    run(disk, test)
+
+
+@pytest.mark.parametrize("fault", ["base gone", "base damaged", "delta damaged", "chain", "circle"])
+def test_a_delta_without_its_base_is_an_error(disk: Disk, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+    """At once, and never other bytes."""
+    base = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    data = (base * np.float32(1.001)).tobytes()
+    row, key, base_key = disk.publish_delta(data, base.tobytes(), chain=fault == "chain")
+    if fault == "base gone":
+        del disk.remote.objects[base_key]
+    elif fault.endswith("damaged"):
+        which = base_key if fault == "base damaged" else key
+        body = bytearray(disk.remote.objects[which])
+        body[200] ^= 1
+        disk.remote.objects[which] = bytes(body)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        if fault == "circle":  # as another writer's index may say
+            with disk.catalog.transaction() as db:
+                db.execute("UPDATE packed SET base = ? WHERE base IS NULL", (digest(data),))
+        started = trio.current_time()
+        with pytest.raises(ContentUnavailable):
+            await disk.hydrator.read(image, content, 0, content.size)
+        assert trio.current_time() - started < 1.0
+
+    with caplog.at_level(logging.ERROR):
+        run(disk, test)
+    assert (base_key if fault == "base gone" else key) in caplog.text
 
 
 def test_a_missing_object_is_told_at_once(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,7 +438,7 @@ def test_a_missing_object_is_told_at_once(disk: Disk, caplog: pytest.LogCaptureF
 
 def test_an_outage_is_waited_out_up_to_the_timeout(tmp_path: Path) -> None:
     """While the remote is down a read waits; when it comes back in time the read succeeds, else it fails in time."""
-    disk = Disk(tmp_path, replace(TUNING, read_timeout_s=0.6))
+    disk = Disk(tmp_path, read_timeout_s=0.6)
     data = noise(PIECE)
     row = disk.publish(data)
 

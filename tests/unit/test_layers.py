@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.ids", "ckptfs.errors"),
-    ("ckptfs.spans", "ckptfs.config", "ckptfs.scratch", "ckptfs.steady"),
+    ("ckptfs.spans", "ckptfs.config", "ckptfs.scratch", "ckptfs.series", "ckptfs.steady"),
     ("ckptfs.encoding", "ckptfs.formats"),
     ("ckptfs.local", "ckptfs.remote"),
     ("ckptfs.background",),
@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),
-    ("ckptfs.prefetching", "ckptfs.siblings", "ckptfs.repair"),
+    ("ckptfs.prefetching", "ckptfs.siblings", "ckptfs.repair", "ckptfs.insight"),
     ("ckptfs.engine",),
     ("ckptfs", "ckptfs.testing"),
     ("ckptfs_mount.native",),
@@ -44,6 +44,7 @@ CONFINED = {
     "sqlite3": ("ckptfs.local.catalog.",),
     "click": ("ckptfs_mount.cli",),
     "rich": ("ckptfs_mount.cli",),
+    "matplotlib": ("ckptfs_mount.cli.plotting",),
     "pickle": (),
 }
 """What only these modules may import; a trailing dot means everything below."""

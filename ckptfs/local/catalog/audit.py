@@ -17,9 +17,9 @@ from pathlib import Path
 from ckptfs.encoding.canonical import open_object
 from ckptfs.encoding.head import decode_head
 from ckptfs.encoding.manifest import decode_content
-from ckptfs.errors import FormatError, StoreError
+from ckptfs.errors import FormatError
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
-from ckptfs.local.catalog.schema import VERSION
+from ckptfs.local.catalog.reader import open_reader
 from ckptfs.local.catalog.stock import Stock
 
 _DEPTH_MOST = 10_000
@@ -60,14 +60,7 @@ class Audit:
     """A look at the catalog at *path*. A context manager. Raises StoreError when it cannot be read at all."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._db = sqlite3.connect(f"file:{os.fspath(path)}?mode=ro", uri=True, isolation_level=None)
-            self._db.execute("BEGIN")  # one state, whatever a daemon does meanwhile
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise StoreError(f"{path} is not a usable catalog: {error}") from error
-        if version != VERSION:
-            raise StoreError(f"{path} has version {version}, this ckptfs looks at version {VERSION}: mount it first")
+        self._db = open_reader(path)
 
     def __enter__(self) -> Audit:
         return self

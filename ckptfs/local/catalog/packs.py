@@ -132,13 +132,14 @@ class Packs:
         return self._db.execute("SELECT 1 FROM pack WHERE state = ? LIMIT 1", (ACKNOWLEDGED,)).fetchone() is not None
 
     def unverified_of(self, chunks: Iterable[bytes]) -> list[ObjectId]:
-        """Packs with some of *chunks* whose stored bytes were not compared yet."""
+        """Packs with some of *chunks*, or what they are deltas against, whose stored bytes were not compared yet."""
         found: dict[ObjectId, None] = {}
         for batch in _batches(chunks):
             marks = ",".join("?" * len(batch))
             for row in self._db.execute(
-                "SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
-                f" WHERE packed.chunk IN ({marks}) AND pack.state = ?",
+                f"WITH own AS (SELECT chunk, base FROM packed WHERE chunk IN ({marks}))"
+                " SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
+                " WHERE packed.chunk IN (SELECT chunk FROM own UNION SELECT base FROM own) AND pack.state = ?",
                 (*batch, ACKNOWLEDGED),
             ):
                 found[ObjectId(row[0])] = None

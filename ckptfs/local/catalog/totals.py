@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptfs.ids import ImageId, Inode
+from ckptfs.ids import ImageId, Inode, Stamp
 from ckptfs.local.catalog.catalog import Catalog
 
 _UNDER = """
@@ -67,6 +67,14 @@ class Totals:
             " FROM dirent d LEFT JOIN inode i ON i.ino = d.ino WHERE d.origin_seq IS NULL"
         ).fetchone()
         return row[1], row[0] - row[1]
+
+    def pending_since(self) -> Stamp | None:
+        """When the oldest change that is in no acknowledged head was made; None when all are in one."""
+        row = self._db.execute(
+            "SELECT min(max(d.stamp, ifnull(i.changed, 0)))"
+            " FROM dirent d LEFT JOIN inode i ON i.ino = d.ino WHERE d.origin_seq IS NULL"
+        ).fetchone()
+        return None if row[0] is None else Stamp(row[0])
 
     def removals_under(self, ino: Inode) -> bool:
         """Whether a name below *ino* was removed, and the remote does not know it yet."""
