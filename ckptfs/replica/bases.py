@@ -6,10 +6,11 @@ is deleted or evicted takes nothing else with it (the remote keeps what a manife
 stays while its deltas are cheaper than the average of all that it began, itself included: the least bytes a member if
 deltas grow with their distance. Whether a chunk becomes a delta at all, a sample decides while it is packed.
 
-Series are told by where a file lies: its path without the numbers in its directories. `checkpoint-200/optimizer.pt`
-goes on what `checkpoint-100/optimizer.pt` began, and not what another rank's file did. Where that finds nothing, the
-tensor's name alone counts: files of one directory that are numbered themselves, a pretrained model that is fine-tuned
-elsewhere. A name that means something else there costs a sample, and no byte.
+Series are told by where a file lies: its path without the number that counts (`ckptfs.series`). So
+`checkpoint-200/optimizer.pt` goes on what `checkpoint-100/optimizer.pt` began, and not what another rank's file did, or
+another run's beside it. Where that finds nothing, the path without any numbers in its directories does, and at last the
+tensor's name alone: a pretrained model that is fine-tuned elsewhere. A name that means something else there costs a
+sample, and no byte.
 
 Who calls: the task that plans uploads, on the event loop.
 """
@@ -27,6 +28,7 @@ from ckptfs.ids import ChunkId, ImageId, digest
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.keyframes import Keyframe, Keyframes
 from ckptfs.local.catalog.packs import Packs
+from ckptfs.series import series_key
 
 Keys = tuple[bytes, ...]
 Place = tuple[ImageId, int]
@@ -34,9 +36,9 @@ Place = tuple[ImageId, int]
 MIN_BYTES = 16 << 10
 """A smaller chunk is no piece of a tensor that counts."""
 _KEY_BYTES = 16
+_NUMBER = re.compile(rb"\d+")
 _COMING_MOST = 100_000
 """Keys of chunks on their way that are remembered, at some 100 bytes."""
-_NUMBER = re.compile(rb"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Kin:
     """A chunk's place in its series."""
 
     keys: Keys
-    """By path and tensor, and by tensor."""
+    """By path and tensor, and by tensor; see `keys`."""
     base: Base | None
 
 
@@ -123,15 +125,22 @@ def keys(content: Content, path: bytes) -> Iterator[Keys]:
     """For each chunk of a file at *path* its keys, most telling first; none for what is no piece of a tensor."""
     tensors = sorted((tensor for tensor in content.tensors if tensor.end > tensor.start), key=lambda each: each.start)
     starts = [tensor.start for tensor in tensors]
-    above, _, name = path.rpartition(b"/")
-    series = _NUMBER.sub(b"#", above) + b"/" + name
+    series = _series(path)
     for chunk, offset in zip(content.chunks, content.offsets(), strict=True):
         at = bisect_right(starts, offset) - 1
         if chunk.dtype is None or chunk.length < MIN_BYTES or at < 0 or offset + chunk.length > tensors[at].end:
             yield ()
             continue
         piece = _piece(tensors[at], offset, chunk.length)
-        yield digest(series + b"\0" + piece)[:_KEY_BYTES], digest(piece)[:_KEY_BYTES]
+        yield tuple(digest(each + piece)[:_KEY_BYTES] for each in series)
+
+
+def _series(path: bytes) -> list[bytes]:
+    """What a file at *path* may have in common with others of its series."""
+    above, _, name = path.rpartition(b"/")
+    numbered = series_key(path)
+    found = dict.fromkeys((path if numbered is None else numbered.pattern, _NUMBER.sub(b"*", above) + b"/" + name))
+    return [each + b"\0" for each in found] + [b""]
 
 
 def _piece(tensor: TensorSpan, offset: int, length: int) -> bytes:
