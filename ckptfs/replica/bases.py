@@ -6,18 +6,16 @@ is deleted or evicted takes nothing else with it (the remote keeps what a manife
 stays while its deltas are cheaper than the average of all that it began, itself included: the least bytes a member if
 deltas grow with their distance. Whether a chunk becomes a delta at all, a sample decides while it is packed.
 
-Series are told by where a file lies: its path without the number that counts (`ckptfs.series`). So
-`checkpoint-200/optimizer.pt` goes on what `checkpoint-100/optimizer.pt` began, and not what another rank's file did, or
-another run's beside it. Where that finds nothing, the path without any numbers in its directories does, and at last the
-tensor's name alone: a pretrained model that is fine-tuned elsewhere. A name that means something else there costs a
-sample, and no byte.
+Series are told by the pattern of a file's path (`ckptfs.series`): `checkpoint-200/optimizer.pt` goes on what
+`checkpoint-100/optimizer.pt` began, and not what another rank's file did. Where that finds nothing, the tensor's name
+alone counts: a pretrained model that is fine-tuned elsewhere. A name that means something else there costs a sample,
+and no byte.
 
 Who calls: the task that plans uploads, on the event loop.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +34,6 @@ Place = tuple[ImageId, int]
 MIN_BYTES = 16 << 10
 """A smaller chunk is no piece of a tensor that counts."""
 _KEY_BYTES = 16
-_NUMBER = re.compile(rb"\d+")
 _COMING_MOST = 100_000
 """Keys of chunks on their way that are remembered, at some 100 bytes."""
 
@@ -55,7 +52,7 @@ class Kin:
     """A chunk's place in its series."""
 
     keys: Keys
-    """By path and tensor, and by tensor; see `keys`."""
+    """By path and tensor, and by tensor."""
     base: Base | None
 
 
@@ -125,22 +122,15 @@ def keys(content: Content, path: bytes) -> Iterator[Keys]:
     """For each chunk of a file at *path* its keys, most telling first; none for what is no piece of a tensor."""
     tensors = sorted((tensor for tensor in content.tensors if tensor.end > tensor.start), key=lambda each: each.start)
     starts = [tensor.start for tensor in tensors]
-    series = _series(path)
+    found = series_key(path)
+    series = path if found is None else found.pattern
     for chunk, offset in zip(content.chunks, content.offsets(), strict=True):
         at = bisect_right(starts, offset) - 1
         if chunk.dtype is None or chunk.length < MIN_BYTES or at < 0 or offset + chunk.length > tensors[at].end:
             yield ()
             continue
         piece = _piece(tensors[at], offset, chunk.length)
-        yield tuple(digest(each + piece)[:_KEY_BYTES] for each in series)
-
-
-def _series(path: bytes) -> list[bytes]:
-    """What a file at *path* may have in common with others of its series."""
-    above, _, name = path.rpartition(b"/")
-    numbered = series_key(path)
-    found = dict.fromkeys((path if numbered is None else numbered.pattern, _NUMBER.sub(b"*", above) + b"/" + name))
-    return [each + b"\0" for each in found] + [b""]
+        yield digest(series + b"\0" + piece)[:_KEY_BYTES], digest(piece)[:_KEY_BYTES]
 
 
 def _piece(tensor: TensorSpan, offset: int, length: int) -> bytes:

@@ -1,50 +1,60 @@
-"""Which files go on what others began."""
+"""Which chunk another may be a delta against."""
 
 from __future__ import annotations
 
-import pytest
-
 from ckptfs.encoding.manifest import Chunk, Content, TensorSpan
-from ckptfs.ids import ChunkId, digest
-from ckptfs.replica.bases import MIN_BYTES, Keys, keys
+from ckptfs.ids import ChunkId
+from ckptfs.replica.bases import MIN_BYTES, keys
+
+PIECE = 4 * MIN_BYTES
 
 
-def content(lengths: tuple[int, ...] = (MIN_BYTES, MIN_BYTES)) -> Content:
-    """A file of one tensor, in pieces."""
-    chunks = tuple(Chunk(ChunkId(digest(b"%d" % at)), length, "float32") for at, length in enumerate(lengths))
-    size = sum(lengths)
-    return Content(size, (), chunks, (TensorSpan("weight", "float32", (size // 4,), 0, size),))
+def content(name: str = "weight", shape: tuple[int, ...] = (PIECE, 2), dtype: str | None = "float32") -> Content:
+    """A header, a tensor of two pieces and its short rest, and something behind it."""
+    lengths = ((100, None), (PIECE, dtype), (PIECE, dtype), (MIN_BYTES - 1, dtype), (PIECE, None))
+    chunks = tuple(Chunk(ChunkId(bytes([at]) * 32), *each) for at, each in enumerate(lengths))
+    end = 100 + 2 * PIECE + MIN_BYTES - 1
+    return Content(end + PIECE, (), chunks, (TensorSpan(name, "float32", shape, 100, end),))
 
 
-def first(path: bytes) -> Keys:
-    return next(keys(content(), path))
+def test_pieces_of_tensors_have_keys() -> None:
+    """Not what lies between tensors, nor what is too short; and each piece its own."""
+    found = list(keys(content(), b"model.pt"))
+    assert [len(each) for each in found] == [0, 2, 2, 0, 0]
+    assert len({key for each in found for key in each}) == 4
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "stranger"),
-    [
-        (b"checkpoint-100/model.pt", b"checkpoint-200/model.pt", b"checkpoint-200/ema.pt"),
-        (b"seed1/checkpoint-100/model.pt", b"seed1/checkpoint-200/model.pt", b"seed2/checkpoint-100/model.pt"),
-        (b"version_0/epoch=1-step=10.ckpt", b"version_0/epoch=2-step=20.ckpt", b"version_1/epoch=1-step=10.ckpt"),
-        (b"100/rank_0.pt", b"200/rank_0.pt", b"100/rank_1.pt"),
-        (b"iter_0000100/mp_rank_00/a.pt", b"iter_0000200/mp_rank_00/a.pt", b"iter_0000100/mp_rank_01/a.pt"),
-        (b"save-100/optim_0.pt", b"save-200/optim_0.pt", b"save-100/optim_1.pt"),
-        (b"model-1.pt", b"model-2.pt", b"ema-2.pt"),
-        (b"latest/model.pt", b"latest/model.pt", b"best/model.pt"),
-    ],
-)
-def test_a_member_is_nearer_to_its_series_than_a_stranger(before: bytes, after: bytes, stranger: bytes) -> None:
-    """The stranger's tensors have the same names, and it was sent last."""
-    found, other = first(before), first(stranger)
-    nearest = next(key for key in first(after) if key in found + other)
-    assert nearest in found and nearest not in other
-    assert found[-1] == first(after)[-1] == other[-1], "a tensor's name, where nothing else is known"
+def test_members_of_a_series_share_keys() -> None:
+    """By what counts steps; another rank, another directory or another run has only the tensor in common."""
+
+    def first(path: bytes) -> tuple[bytes, ...]:
+        return list(keys(content(), path))[1]
+
+    for one, other in (
+        (b"run/checkpoint-100/optimizer.pt", b"run/checkpoint-2000/optimizer.pt"),
+        (b"global_step5/mp_rank_01_model_states.pt", b"global_step7/mp_rank_01_model_states.pt"),
+        (b"epoch=1-step=10.ckpt", b"epoch=2-step=20.ckpt"),
+        (b"last.ckpt", b"last.ckpt"),
+    ):
+        assert first(one) == first(other), (one, other)
+    for one, other in (
+        (b"global_step5/mp_rank_00_model_states.pt", b"global_step5/mp_rank_01_model_states.pt"),
+        (b"a/checkpoint-1/model.pt", b"b/checkpoint-1/model.pt"),
+        (b"last.ckpt", b"best.ckpt"),
+    ):
+        assert first(one)[0] != first(other)[0] and first(one)[1] == first(other)[1], (one, other)
 
 
-def test_pieces_are_told_apart() -> None:
-    """By their place in the tensor; what is short, or of no known type, has no keys."""
-    here, behind = keys(content(), b"model.pt")
-    assert not set(here) & set(behind)
-    assert next(keys(content((MIN_BYTES - 4, MIN_BYTES)), b"model.pt")) == ()
-    nameless = content()
-    assert list(keys(Content(nameless.size, (), nameless.chunks), b"model.pt")) == [(), ()]
+def test_another_tensor_has_no_key_in_common() -> None:
+    """Another name, shape or place in the tensor; the same tensor elsewhere in the file is the same."""
+    known = {key for each in keys(content(), b"a") for key in each}
+    for other in (content("bias"), content(shape=(2, PIECE))):
+        assert not known & {key for each in keys(other, b"a") for key in each}
+    moved = content()
+    shifted = Content(
+        moved.size + 50,
+        ((0, 50),),
+        moved.chunks,
+        tuple(TensorSpan(each.name, each.dtype, each.shape, each.start + 50, each.end + 50) for each in moved.tensors),
+    )
+    assert known == {key for each in keys(shifted, b"a") for key in each}
