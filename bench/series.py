@@ -259,24 +259,20 @@ def moments(optimizer: torch.optim.Optimizer) -> State:
 
 # A pretrained encoder, fine-tuned.
 
-WORDS, FEW_WORDS, UNKNOWN_WORD = 30_522, 10_000, 100
-"""Word pieces, most frequent ones first. Where all rows are trained, few do: the others would never change."""
 MODULES, SNIPPET, BATCH = 24, 48, 8
 
 
 class Classifier(nn.Module):
-    """all-MiniLM-L6-v2 with so many of its *words*, and a head."""
+    """all-MiniLM-L6-v2 with a head."""
 
-    def __init__(self, words: int = WORDS) -> None:
+    def __init__(self) -> None:
         from transformers import AutoConfig, BertModel
 
         super().__init__()
-        config = AutoConfig.from_pretrained(pretrained(), vocab_size=words)
+        config = AutoConfig.from_pretrained(pretrained())
         self.encoder = BertModel(config)
         weights = load_file(pretrained() / "model.safetensors")
         weights = {name.removeprefix("bert."): each for name, each in weights.items()}
-        table = "embeddings.word_embeddings.weight"
-        weights[table] = weights[table][:words].clone()
         weights.pop("embeddings.position_ids", None)
         self.encoder.load_state_dict(weights)
         self.head = nn.Linear(config.hidden_size, MODULES)
@@ -300,8 +296,6 @@ def snippets() -> Iterator[tuple[Tensor, Tensor]]:
     tokenizer.no_padding()
     longest = sorted(sources(), key=lambda item: (-len(item[1]), item[0]))[:MODULES]
     texts = [torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids) for _, text in longest]
-    for text in texts:
-        text[text >= FEW_WORDS] = UNKNOWN_WORD
     while True:
         labels = torch.randint(MODULES, (BATCH,))
         starts = [int(torch.randint(len(texts[label]) - SNIPPET, ())) for label in labels]
@@ -388,18 +382,18 @@ def train_lora(wanted: Wanted, quick: bool) -> None:
 
 
 def train_all_layers(wanted: Wanted, quick: bool) -> None:
-    model = Classifier(FEW_WORDS)
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 
     def save(step: int) -> None:
         save_with_optimizer(wanted["H"].checkpoint(step), model.state_dict(), optimizer)
 
-    fine_tune(model, optimizer, saved_steps(8, 6, quick), save)
+    fine_tune(model, optimizer, saved_steps(8, 5, quick), save)
 
 
 def train_all_layers_in_bf16(wanted: Wanted, quick: bool) -> None:
     """Computed in fp32, which a processor does faster, and rounded after each step."""
-    model = Classifier(FEW_WORDS)
+    model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
 
     @torch.no_grad()
