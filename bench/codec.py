@@ -4,7 +4,7 @@
     python bench/series.py SERIES --regimes A,B-weights
     python bench/codec.py SERIES [--runs 5] [--mib 64]
 
-The large tensors of two neighbouring checkpoints, in pieces of 1 MiB as chunks are: alone, and as deltas against the
+The large tensors of two neighbouring checkpoints, in pieces of up to 1 MiB as chunks are: alone, and as deltas against the
 checkpoint before. Beside ckptfs's codec, the very same byte planes compressed by zstd at level 1. Rates are those of
 the raw bytes, by processor time.
 """
@@ -30,7 +30,7 @@ from ckptfs.encoding import codec, delta, planes  # noqa: E402
 from ckptfs.formats.base import FileSource  # noqa: E402
 from ckptfs.formats.recognise import recognise  # noqa: E402
 
-_PIECE_BYTES = 1 * MIB
+_PIECE_BYTES, _LEAST_BYTES = 1 * MIB, MIB // 4
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     for regime, words in (("A", "fp32 weights"), ("B-weights", "bf16 weights")):
         before, after = found(arguments.series / regime)[-2:]
         pieces = read(before, after)[: arguments.mib * MIB // _PIECE_BYTES]
-        report(f"{words}: {len(pieces)} pieces of 1 MiB, {arguments.runs} runs", pieces, arguments.runs)
+        report(f"{words}: {len(pieces)} pieces, {arguments.runs} runs", pieces, arguments.runs)
 
 
 def read(before: Path, after: Path) -> list[Piece]:
@@ -71,9 +71,11 @@ def read(before: Path, after: Path) -> list[Piece]:
         sources = FileSource(old.fileno()), FileSource(new.fileno())
         tensors = {each.name: each for each in recognise(sources[0])}
         for tensor in recognise(sources[1]):
-            for at in range(0, tensor.end - tensor.start - _PIECE_BYTES + 1, _PIECE_BYTES):
-                raw = sources[1].read(tensor.start + at, _PIECE_BYTES)
-                pieces.append(Piece(raw, sources[0].read(tensors[tensor.name].start + at, _PIECE_BYTES), tensor.dtype))
+            for at in range(0, tensor.end - tensor.start, _PIECE_BYTES):
+                length = min(_PIECE_BYTES, tensor.end - tensor.start - at)
+                if length >= _LEAST_BYTES:
+                    raw = sources[1].read(tensor.start + at, length)
+                    pieces.append(Piece(raw, sources[0].read(tensors[tensor.name].start + at, length), tensor.dtype))
     return pieces
 
 
