@@ -4,9 +4,9 @@
     python bench/series.py SERIES --regimes A,B-weights
     python bench/codec.py SERIES [--runs 5] [--mib 64]
 
-The large tensors of two neighbouring checkpoints, in pieces of up to 1 MiB as chunks are: alone, and as deltas against the
-checkpoint before. Beside ckptfs's codec, the very same byte planes compressed by zstd at level 1. Rates are those of
-the raw bytes, by processor time.
+The large tensors of two neighbouring checkpoints, in pieces of up to 1 MiB as chunks are: alone, and as deltas against
+the checkpoint before. Beside ckptfs's codec, the very same byte planes compressed by zstd at level 1. Rates are those
+of the raw bytes, by processor time.
 """
 
 from __future__ import annotations
