@@ -125,6 +125,13 @@ def juicefs(work: Path) -> Iterator[Contestant]:
 
 
 @contextlib.contextmanager
+def juicefs_compressing(work: Path) -> Iterator[Contestant]:
+    """JuiceFS that compresses its blocks with zstd; a close returns when they are in the bucket."""
+    with _juicefs("juicefs", work, "--cache-dir", str(work / "cache"), compress="zstd") as (mountpoint, pid):
+        yield Contestant("juicefs", mountpoint, lambda: process_tree(pid), lambda: None)
+
+
+@contextlib.contextmanager
 def network(work: Path) -> Iterator[Contestant]:
     """A directory across a thin network: JuiceFS without writeback and without a cache on disk, its rates limited.
 
@@ -144,12 +151,12 @@ def ckptfs_beside_network(work: Path) -> Iterator[Contestant]:
 
 
 @contextlib.contextmanager
-def _juicefs(name: str, work: Path, *options: str) -> Iterator[tuple[Path, int]]:
+def _juicefs(name: str, work: Path, *options: str, compress: str = "none") -> Iterator[tuple[Path, int]]:
     """Mountpoint and pid."""
     tool = _tool("juicefs")
     mountpoint, metadata = work / "mount", f"sqlite3://{work / 'metadata.db'}"
     mountpoint.mkdir()
-    bucket = ("--storage", "file", "--bucket", f"{work / 'bucket'}/", "--trash-days", "0")
+    bucket = ("--storage", "file", "--bucket", f"{work / 'bucket'}/", "--trash-days", "0", "--compress", compress)
     subprocess.run([tool, "format", *bucket, metadata, "bench"], check=True, capture_output=True)
     command = [
         *(tool, "mount", "--free-space-ratio", "0.01", *options),

@@ -51,7 +51,7 @@ def workspace(where: Path | None) -> Iterator[Path]:
     Prints what the machine is first.
     """
     clean_up_on_sigterm()
-    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=where))
+    work = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir=where)).absolute()
     print(describe(work), flush=True)
     try:
         yield work

@@ -28,10 +28,10 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "restore.py"
 STEPS = (100, 200, 300, 400)
 
 
-def states() -> list[dict[str, Any]]:
+def states(seed: int = 5) -> list[dict[str, Any]]:
     """Weights that move by 0.1 % of themselves from one to the next, in fp32 and rounded to bf16; noise, which no
     delta makes smaller; integers of which few change."""
-    random = np.random.default_rng(5)
+    random = np.random.default_rng(seed)
     weight = random.standard_normal((700, 1000)).astype(np.float32) * np.float32(0.02)
     rows = random.integers(0, 1 << 30, (4000, 64), np.int64)
     made = []
@@ -130,6 +130,23 @@ def test_a_backlog_is_a_series_too(machine: MakeSite, bucket: Bucket, url: str, 
     assert all(
         is_equal(there.mountpoint / f"checkpoint-{step}", state) for step, state in zip(STEPS, made, strict=True)
     )
+
+
+def test_runs_side_by_side_are_series_of_their_own(machine: MakeSite, bucket: Bucket, url: str) -> None:
+    """Tensors of the same names that are saved by turns: two runs of a sweep, in files that are numbered themselves."""
+    here = machine("here")
+    here.mount("--remote", url, *QUICK)
+    runs = [states(seed)[:3] for seed in (5, 6)]
+    sizes = [0]
+    for epoch in range(3):
+        for run, made in enumerate(runs):
+            directory = here.mountpoint / f"version_{run}"
+            directory.mkdir(exist_ok=True)
+            torch.save(made[epoch], directory / f"epoch={epoch}-step={10 * epoch}.ckpt")
+        ckptfs.wait(here.mountpoint, "replicated")
+        sizes.append(packed_bytes(bucket))
+    grown = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(grown[1:]) < 0.6 * grown[0], grown
 
 
 def test_without_deltas(machine: MakeSite, bucket: Bucket, url: str) -> None:
