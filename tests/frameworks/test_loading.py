@@ -71,7 +71,7 @@ def mapped_loads(
     here.mount("--remote", url, *QUICK)
     path = here.mountpoint / "model.safetensors"
     safetensors_torch.save_file(tensors(megabytes), path)
-    assert ckptfs.wait(path, "replicated", 400)
+    assert ckptfs.wait(path, "replicated", 900)
     taken = {}
     for how in (by_read, by_map) * 2:
         forget_pages(here.mountpoint, here.store / "images")
@@ -90,7 +90,7 @@ def test_case_041_mapped_loads(machine: MakeSite, url: str, network: FaultProxy,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_case_041_mapped_loads_of_2_gib(
     machine: MakeSite, url: str, network: FaultProxy, process: ProcessPoolExecutor
 ) -> None:
