@@ -15,6 +15,7 @@ import zstandard
 from ckptfs.formats import gguf
 from ckptfs.formats.base import UNKNOWN, BytesSource, tidy
 from ckptfs.formats.recognise import recognise
+from tests.support.apart import apart
 from tests.support.ggml import gguf_file
 
 
@@ -163,36 +164,41 @@ def test_files_in_zip() -> None:
 # Flax
 
 
-def test_flax() -> None:
-    """Every array of a tree must be found, whatever else is in it."""
-    serialization = pytest.importorskip("flax.serialization")
-    jnp = pytest.importorskip("jax.numpy")
+KERNEL, SHAPE = np.arange(12.0).reshape(3, 4), np.ones((300, 2, 1), "f2")
+PARTED = np.arange(500, dtype="f4").reshape(5, 100)
+
+
+def flax_files() -> tuple[bytes, bytes, bytes]:
+    """A tree, an array alone, and an array in parts."""
+    from flax import serialization
+    from jax import numpy as jnp
+
     tree = {
-        "params": {"dense": {"kernel": np.arange(12.0).reshape(3, 4), "bias": jnp.ones(70_000, jnp.bfloat16)}},
+        "params": {"dense": {"kernel": KERNEL, "bias": jnp.ones(70_000, jnp.bfloat16)}},
         "step": np.int32(5),
         "rest": [1, -5, 1 << 40, 2.5, 1j, "x" * 300, b"y" * 70_000, None, True, {7: np.zeros((0, 3), "u1")}],
         "wide": {str(at): at for at in range(70_000)},
-        "shape": np.ones((300, 2, 1), "f2"),
+        "shape": SHAPE,
     }
-    result = found(serialization.msgpack_serialize(tree))
+    whole = serialization.msgpack_serialize(tree), serialization.to_bytes(np.arange(5))
+    serialization.MAX_CHUNK_SIZE = 400
+    return *whole, serialization.msgpack_serialize({"a": PARTED})
+
+
+def test_flax() -> None:
+    """Every array of a tree must be found, whatever else is in it; of an enormous one each part."""
+    tree, alone, parts = apart(flax_files, needs=("flax", "jax"))
+    result = found(tree)
     assert result.pop("params.dense.bias")[:2] == ("bfloat16", (70_000,))
     assert result == {
-        "params.dense.kernel": as_saved(tree["params"]["dense"]["kernel"]),
+        "params.dense.kernel": as_saved(KERNEL),
         "rest.9.7": ("uint8", (0, 3), b""),
-        "shape": as_saved(tree["shape"]),
+        "shape": as_saved(SHAPE),
     }
-    assert found(serialization.to_bytes(np.arange(5)))[""] == as_saved(np.arange(5))
-
-
-def test_flax_in_parts() -> None:
-    """The parts of an enormous array must each be found."""
-    serialization = pytest.importorskip("flax.serialization")
-    array = np.arange(500, dtype="f4").reshape(5, 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serialization, "MAX_CHUNK_SIZE", 400)
-        result = found(serialization.msgpack_serialize({"a": array}))
+    assert found(alone)[""] == as_saved(np.arange(5))
+    result = found(parts)
     assert list(result) == [f"a.chunks.{at}" for at in range(5)]
-    assert b"".join(value[2] for value in result.values()) == array.tobytes()
+    assert b"".join(value[2] for value in result.values()) == PARTED.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -311,6 +317,14 @@ def test_values_of_ocdbt() -> None:
     assert [value[2] for value in found(data).values()] == frames
     assert {value[0] for value in found(data).values()} == {UNKNOWN}
     assert [value[2] for value in found(node(50) + frames[0]).values()] == frames[:1]
+
+
+def test_a_value_keeps_its_name() -> None:
+    """A frame must be called the same in whatever file and place it lies, and another frame otherwise."""
+    frames = [frame(np.random.default_rng(at).bytes(900)) for at in range(3)]
+    before, after = found(frames[0] + frames[1] + node(30)), found(node(90) + frames[2] + frames[0])
+    assert len({*before, *after}) == 3
+    assert [name for name in before if name in after] == [name for name in before if before[name][2] == frames[0]]
 
 
 def test_one_frame_is_a_compressed_file() -> None:

@@ -18,6 +18,7 @@ from ckptfs.formats.base import BytesSource
 from ckptfs.formats.cutting import cut
 from ckptfs.formats.recognise import recognise
 from ckptfs.ids import digest
+from tests.support.apart import apart
 from tests.support.ggml import gguf_file
 
 State = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
@@ -151,8 +152,15 @@ def as_keras(arrays: State, path: Path) -> None:
 
 
 def as_flax(arrays: State, path: Path) -> None:
-    serialization = pytest.importorskip("flax.serialization")
-    path.write_bytes(serialization.to_bytes({"params": arrays, "step": 5}))
+    path.write_bytes(apart(flax_bytes, arrays, None, needs=("flax",)))
+
+
+def flax_bytes(arrays: State, part_bytes: int | None) -> bytes:
+    """As flax saves *arrays*, with parts of *part_bytes*."""
+    from flax import serialization
+
+    serialization.MAX_CHUNK_SIZE = part_bytes or serialization.MAX_CHUNK_SIZE
+    return bytes(serialization.to_bytes({"params": arrays, "step": 5}))
 
 
 def as_gguf(arrays: State, path: Path) -> None:
@@ -203,29 +211,32 @@ def test_a_state_is_the_same_chunks_however_it_is_saved(save: Save, tmp_path: Pa
 
 def test_arrays_that_flax_saves_in_parts() -> None:
     """Arrays of more than 1 GiB are saved in parts of that; here all sizes are 512 times smaller."""
-    serialization = pytest.importorskip("flax.serialization")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serialization, "MAX_CHUNK_SIZE", 1 << 21)
-        data = serialization.msgpack_serialize({"params": dict(state())})
+    data = apart(flax_bytes, state(), 1 << 21, needs=("flax",))
     tuning = Tuning(piece_bytes=1 << 11, edge_bytes=384, small_bytes=128)
     found = chunks(data, tuning)
     assert b"__msgpack_chunked_array__" in data
     assert sum(length for name, length in found.items() if name in plain_chunks(tuning)) >= 0.99 * STATE_BYTES
 
 
-def test_frozen_arrays_of_two_saves_of_orbax(tmp_path: Path) -> None:
-    """Of what did not change between two saves, 95 % of the bytes are chunks that the first save made."""
-    ocp = pytest.importorskip("orbax.checkpoint")
+def save_with_orbax(directory: Path) -> None:
+    """Two saves each with zarr 2 and zarr 3, of which some arrays are the same."""
+    from orbax import checkpoint as ocp
+
     frozen, rng = {name: array for name, array in state().items() if array.nbytes > 100_000}, np.random.default_rng(8)
-    made: list[dict[bytes, int]] = []
     for zarr3 in (False, True):
         checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=zarr3))
         for step in range(2):
             head = rng.standard_normal((256, 300 + 300 * step)).astype("f4")
+            checkpointer.save(directory / f"{zarr3}-{step}", {"a": head, "frozen": frozen, "z": head + 1})
+
+
+def test_frozen_arrays_of_two_saves_of_orbax(tmp_path: Path) -> None:
+    """Of what did not change between two saves, 95 % of the bytes are chunks that the first save made."""
+    apart(save_with_orbax, tmp_path, needs=("orbax", "jax"))
+    made: list[dict[bytes, int]] = []
+    for zarr3 in (False, True):
+        for step in range(2):
             root = tmp_path / f"{zarr3}-{step}"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # its own
-                checkpointer.save(root, {"a": head, "frozen": frozen, "z": head + 1})
             files = (path.read_bytes() for path in root.rglob("*") if path.is_file())
             made.append(dict(pair for data in files for pair in chunks(data).items()))
         first, second = made[-2:]
