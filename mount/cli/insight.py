@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ def du(path: str, each_file: bool, picture: str | None, as_json: bool) -> None:
     with Waiting("looking", quiet=as_json) as waiting:
         try:
             if isinstance(found, Place):
-                _learn(found)
+                _learn(found, _files_teller(waiting))
                 report = usage.look(found.store, found.inside, each_file=each_file, tell=_files_teller(waiting))
             else:
                 report = usage.look(found, b"/", each_file=each_file, tell=_files_teller(waiting))
@@ -89,7 +90,7 @@ def diff(before: str, after: str, every: bool, as_json: bool) -> None:
     from ckptfs.insight.comparing import compare
 
     for path in (before, after):
-        _learn_about(path)
+        _learn_about(path, quiet=as_json)
     with Waiting("comparing", quiet=as_json) as waiting:
         found = compare(before, after, _bytes_teller(waiting))
     if as_json:
@@ -116,7 +117,7 @@ def inspect(path: str, list_chunks: bool, as_json: bool) -> None:
     """What is in FILE: its tensors and chunks, and where they are; outside a mount, how it would be cut."""
     from ckptfs.insight.inspecting import inspect as inspect_file
 
-    _learn_about(path)
+    _learn_about(path, quiet=as_json)
     found = inspect_file(path)
     if as_json:
         click.echo(json.dumps({"path": path, **found.document()}, indent=1))
@@ -160,19 +161,20 @@ def estimate(directory: str, sample: float | None, as_json: bool) -> None:
         click.echo(f"skipped: {each}", err=True)
 
 
-def _learn_about(path: str) -> None:
+def _learn_about(path: str, *, quiet: bool) -> None:
     """As `_learn`, where *path* is in a mount whose store this user may look into. Reading works without."""
     from ckptfs.insight.sealed import place_of
 
     place = place_of(path)
     if place is not None and os.path.exists(path):
         try:
-            _learn(place)
+            with Waiting("looking up", quiet=quiet) as waiting:
+                _learn(place, _files_teller(waiting))
         except (MountError, StoreError):
             return
 
 
-def _learn(place: Place) -> None:
+def _learn(place: Place, tell: Tell) -> None:
     """Have the daemon look up what at or below *place* only the remote knows; what cannot be had is said on stderr."""
     from ckptfs.insight.usage import unlearned
 
@@ -188,6 +190,7 @@ def _learn(place: Place) -> None:
         answer = ask(
             place.store,
             "learn",
+            partial(_tell_left, tell, len(wanted)),
             directories=[number for kind, number in fresh if kind == "directories"],
             manifests=[number for kind, number in fresh if kind == "manifests"],
         )
@@ -196,6 +199,11 @@ def _learn(place: Place) -> None:
             break
     if failures:
         click.echo(f"warning: not all can be looked up on the remote: {failures[0]}", err=True)
+
+
+def _tell_left(tell: Tell, left: int, report: object) -> None:
+    """A sign of life from the daemon: so much is to be looked up, as far as is known."""
+    tell(0, left)
 
 
 def _files_teller(waiting: Waiting) -> Tell:

@@ -171,7 +171,7 @@ def test_another_machine_sees_what_it_has_not_read(machines: Machines) -> None:
 def test_a_remote_that_is_down_is_told(machines: Machines) -> None:
     """What is known is counted, and what could not be looked up is said; status 0, since nothing is unsafe by it."""
     near, way = machines.site("near"), machines.proxy()
-    far = machines.site("far", by=way, tuning={**TINY, "read_timeout_s": 1.0})
+    far = machines.site("far", by=way, settings={"read_timeout_s": 1.0})
     machines.mount(near)
     fill(near)
     assert ckptfs.wait(near.mountpoint, "replicated", 60)
