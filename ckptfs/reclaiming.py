@@ -33,6 +33,8 @@ _LOOK_EVERY_S = 1.0
 _LOOK_PARTS = 10
 """Looking for what is here twice reads all locations: so often at most, and ten times in the time after which a file
 gives up what is, if something was committed since."""
+_IN_USE_S = 5.0
+"""No event tells that a map is gone."""
 _ROWS_AT_ONCE = 500
 """Rows in one transaction: 5 to 10 ms."""
 _WORTH_BYTES = 256 << 10
@@ -54,18 +56,20 @@ class Reclaimer:
         self._reclaims = Reclaims(store.catalog)
         self._commits = -1
         self._again_at = 0.0
+        """When to look again although nothing was committed."""
+        self._in_use = False
+        """Whether something that may go was left because somebody uses it."""
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             commits, now = self._store.catalog.commits, trio.current_time()
             if commits != self._commits or now >= self._again_at:
-                if commits != self._commits:
-                    self._again_at = now + self._after_s + _LOOK_EVERY_S
-                else:
-                    self._again_at = float("inf")
+                self._again_at = float("inf") if commits == self._commits else now + self._after_s + _LOOK_EVERY_S
                 await self.reclaim()
                 self._commits = self._store.catalog.commits
+                if self._in_use:
+                    self._again_at = min(self._again_at, now + max(_IN_USE_S, self._after_s / _LOOK_PARTS))
             await trio.sleep(max(_LOOK_EVERY_S, self._after_s / _LOOK_PARTS))
 
     async def reclaim(self) -> int:
@@ -74,10 +78,14 @@ class Reclaimer:
         if self._after_s:
             until = Stamp(int((time.time() - self._after_s) * 1000) << Clock.COUNTER_BITS)
         candidates = await trio.to_thread.run_sync(lambda: self._reclaims.look(until, published=self._published))
-        given_up = False
+        given_up = self._in_use = False
         for found in candidates:
-            if found.bytes >= _WORTH_BYTES and self._is_free(found.ino, found.image):
+            if found.bytes < _WORTH_BYTES:
+                continue
+            if self._is_free(found.ino, found.image):
                 given_up |= await self._give_up(found, until)
+            else:
+                self._in_use = True
         if given_up:
             await self._store.sync.sync()
         freed_bytes = 0
