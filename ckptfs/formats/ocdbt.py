@@ -9,6 +9,8 @@ on nothing but its bytes and the compressor, so an array that did not change is 
 
 from __future__ import annotations
 
+import zlib
+
 from ckptfs.errors import FormatError
 from ckptfs.formats.base import MAX_TENSORS, UNKNOWN, Cursor, Source, Tensor, tidy
 
@@ -17,6 +19,9 @@ NODE = b"\x0c\xdb\x20\xde"
 
 MAX_BLOCKS = 1_000_000
 """Blocks of all frames, three seconds' worth and 122 GiB of what was compressed: a block is mostly 128 KiB."""
+
+_NAMED_BY = 64
+"""Bytes at either end of a frame that make its name."""
 
 _SHARD_MOST = 1 << 16
 """Frames in one shard."""
@@ -51,8 +56,15 @@ def read_tensors(source: Source) -> list[Tensor]:
         value = len(frames)
     if len(frames) + others < 2:
         raise FormatError("neither frames in a row nor a node")
-    tensors = [Tensor(str(at), UNKNOWN, (end - start,), start, end) for at, (start, end) in enumerate(frames)]
+    tensors = (Tensor(_name(source, start, end), UNKNOWN, (end - start,), start, end) for start, end in frames)
     return tidy(tensors, source.size)
+
+
+def _name(source: Source, start: int, end: int) -> str:
+    """What a frame is called: after what is in it, since its own name is not here and its place changes."""
+    length = min(_NAMED_BY, end - start)
+    ends = source.read(start, length) + source.read(end - length, length)
+    return f"zstd-{zlib.crc32(ends):08x}"
 
 
 def _skip_frame(cursor: Cursor, most: int) -> int:

@@ -141,8 +141,11 @@ def inspect(path: str, list_chunks: bool, as_json: bool) -> None:
 @click.option("--sample", type=SHARE, metavar="SHARE", help="Look at this share, such as 10% [about 4 GiB].")
 @JSON
 def estimate(directory: str, sample: float | None, as_json: bool) -> None:
-    """What the checkpoints in DIRECTORY would take if they had been saved in a mount: per series, with each chunk once,
-    compressed, and with deltas. Reads them; imports and changes nothing."""
+    """What the checkpoints in DIRECTORY would take in a mount.
+
+    Per series: the sizes of the files, each chunk once, compressed, and with deltas against earlier checkpoints. Cuts,
+    hashes and encodes them, or a sample; imports and changes nothing.
+    """
     from ckptfs.insight.estimating import estimate as estimate_directory
 
     if not os.path.isdir(directory):

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from ckptfs.client import Place
 from ckptfs.errors import CkptfsError, StoreError
 from ckptfs_mount import placement
 from ckptfs_mount.cli import main, output
@@ -287,3 +288,15 @@ def test_tables_have_whole_paths(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].startswith(r"[bold]\x1b[31m\xff\n" + "x" * 300)
     assert [line.split()[-1] for line in lines] == ["bytes", "1", "23", "24"]
     assert len({len(line.rstrip()) for line in lines}) == 1, "numbers end in one column"
+
+
+def test_who_may_not_look_into_the_store_reads_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file in somebody else's mount is compared and shown like any other."""
+    place = Place("/mnt", tmp_path / "store", b"/file")
+    monkeypatch.setattr("ckptfs.insight.sealed.place_of", lambda path: place)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"the same")
+    done = CliRunner().invoke(main, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert (done.exit_code, done.output) == (0, "1 identical (8 B)\n")
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path / "a")])
+    assert done.exit_code == 0 and "Not sealed in a mount" in done.output

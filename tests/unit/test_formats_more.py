@@ -313,6 +313,14 @@ def test_values_of_ocdbt() -> None:
     assert [value[2] for value in found(node(50) + frames[0]).values()] == frames[:1]
 
 
+def test_a_value_keeps_its_name() -> None:
+    """A frame must be called the same in whatever file and place it lies, and another frame otherwise."""
+    frames = [frame(np.random.default_rng(at).bytes(900)) for at in range(3)]
+    before, after = found(frames[0] + frames[1] + node(30)), found(node(90) + frames[2] + frames[0])
+    assert len({*before, *after}) == 3
+    assert [name for name in before if name in after] == [name for name in before if before[name][2] == frames[0]]
+
+
 def test_one_frame_is_a_compressed_file() -> None:
     """It is cut by content, as before; so is what lies about its length."""
     one = frame(bytes(1000))

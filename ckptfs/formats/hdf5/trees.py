@@ -68,4 +68,4 @@ def records_v2(file: File, address: int, kind: int) -> Iterator[Fields]:
 
 def _width(most: int) -> int:
     """Bytes that a number up to *most* needs."""
-    return max(1, -(-most.bit_length() // 8)) if most > 0 else 1
+    return max(1, -(-most.bit_length() // 8))
