@@ -311,7 +311,7 @@ def test_a_copy_that_moves_is_followed(disk: Disk, monkeypatch: pytest.MonkeyPat
 
     def opens(image: ImageId) -> int:
         if image == images[0].id:
-            disk.contents.add_locations(images[1].id, [(digest(data), 0, PIECE)])
+            trio.from_thread.run_sync(disk.contents.add_locations, images[1].id, [(digest(data), 0, PIECE)])
         return opened(image)
 
     monkeypatch.setattr(disk.images, "open", opens)
