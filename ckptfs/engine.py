@@ -22,15 +22,19 @@ from ckptfs.local.catalog.totals import Totals
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.prefetching import Fetching, prefetch
+from ckptfs.reclaiming import Reclaimer
+from ckptfs.remote.offline import OfflineStore
 from ckptfs.repair.findings import Report
 from ckptfs.repair.pace import Scrubbing
 from ckptfs.repair.scrub import Scrub, ScrubOptions
 from ckptfs.replica.bound import BoundStore
+from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.publish import Progress
+from ckptfs.replica.recording import Recorder
 from ckptfs.replica.replica import Replica
 from ckptfs.replica.seal import Sealer
 from ckptfs.siblings import Siblings
-from ckptfs.steady import steadily
+from ckptfs.steady import steadily, steadily_started
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +87,12 @@ class Engine:
             if remote is not None
             else None
         )
+        hydrator, recorder = (replica.hydrator, replica.recorder) if replica else self._local_bytes()
+        self._hydrator, self._recorder = hydrator, recorder
         self.filesystem = FileSystem(
             store,
             listener=replica,
-            source=replica.hydrator if replica else None,
+            source=hydrator,
             tree=replica,
             space=replica.evictor if replica else None,
             read_only=read_only,
@@ -94,13 +100,23 @@ class Engine:
         self.sealer = Sealer(store, self.filesystem.files, self._background)
         self.sealer.on_sealed = self._sealed
         self.filesystem.files.on_closed = self.sealer.submit
+        self.filesystem.files.on_idle = recorder.idle
+        self.filesystem.files.on_reopen = recorder.reopen
+        self._reclaimer: Reclaimer | None = None
+        after_s = store.settings.reclaim_after_s
+        if after_s is not None and not read_only:
+            self._reclaimer = Reclaimer(
+                store,
+                self.filesystem.files,
+                after_s=after_s,
+                published=replica is not None,
+                holds=lambda image: recorder.holds(image) or (replica is not None and replica.logs.holds(image)),
+            )
         self._siblings = Siblings(store, self.filesystem.files, replica.hydrator) if replica else None
         if replica and self._siblings:
             self.filesystem.files.on_cold_read = self._siblings.read
             self.filesystem.files.on_opened = self._siblings.opened
             self.filesystem.files.on_full = replica.evictor.make_room
-            self.filesystem.files.on_idle = replica.image_idle
-            self.filesystem.files.on_reopen = replica.reclaim
             self.sealer.on_failed = replica.seal_failed
             replica.publisher.on_published = self._wake
 
@@ -117,9 +133,15 @@ class Engine:
                 if self.replica and self._siblings:
                     await nursery.start(self.replica.run)
                     nursery.start_soon(steadily, self._siblings.run)
+                else:
+                    await nursery.start(steadily_started, self._hydrator.run)
+                    nursery.start_soon(steadily, self._recorder.run)
+                if self._reclaimer:
+                    nursery.start_soon(steadily, self._reclaimer.run)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
+                await self._recorder.finish()
                 await self.filesystem.files.finish()
                 await self._store.sync.flush()
 
@@ -205,6 +227,15 @@ class Engine:
             for _ in range(_LEARNED_AT_ONCE):
                 nursery.start_soon(work)
         return failures, stopped
+
+    def _local_bytes(self) -> tuple[Hydrator, Recorder]:
+        """Without a remote: what a file gave up comes from other images of this disk."""
+        store = self._store
+        nowhere = OfflineStore("this store", "the bytes are not on this disk: mount with --remote to read them")
+        room = Room(store.path, lambda: self.filesystem.is_saving())
+        tuning, timeout_s = store.settings.tuned, store.settings.read_timeout_s
+        hydrator = Hydrator(store.catalog, store.images, nowhere, tuning, room, read_timeout_s=timeout_s)
+        return hydrator, Recorder(hydrator, lambda: self.filesystem.sparse_images())
 
     async def _learn_manifest(self, manifest: int) -> None:
         if self.replica and self._store.contents.has_manifest(manifest):

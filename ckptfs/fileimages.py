@@ -9,6 +9,8 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -84,38 +86,41 @@ class FileImages:
         if not sync.was_flushed(image.id) or image.id in self._store.replaced.images():
             return
         if not image.whole:
-            self._store.replaced.by_copy(row, None, image.id)  # what is missing here is elsewhere, with the rest
+            if row.manifest is not None and self._store.contents.manifest(row.manifest).digest is not None:
+                self._store.replaced.by_copy(row, None, image.id)  # what is missing here is elsewhere, with the rest
         elif 0 < os.fstat(image.fd).st_size <= _KEPT_BYTES:
             try:
-                copy = await self._copy(image)
+                async with self._copied(image) as copy:
+                    self._store.replaced.by_copy(row, copy, image.id)
             except OSError as error:
                 log.warning("inode %d is emptied, and not kept until it is written anew: %s", ino, error)
-                return
-            self._store.replaced.by_copy(row, copy, image.id)
 
     async def rescue(self, image: Image) -> ImageId:
-        """Copy what a cut still needs before *image* is written again; the copy, which may be unsealed."""
-        copy = await self._copy(image)
-        with self._store.catalog.transaction():
-            self._store.contents.copy_locations(image.id, copy)
-            self._store.contents.move_cuts_to_image(image.id, copy)
+        """Copy what a cut, or another image, still needs before *image* is written again; the copy may be unsealed."""
+        async with self._copied(image) as copy:
+            with self._store.catalog.transaction():
+                self._store.contents.copy_locations(image.id, copy)
+                self._store.contents.move_cuts_to_image(image.id, copy)
         return copy
 
-    async def _copy(self, image: Image) -> ImageId:
-        """A durable copy of *image*, with a row. Raises OSError."""
+    @asynccontextmanager
+    async def _copied(self, image: Image) -> AsyncIterator[ImageId]:
+        """A durable copy of *image*, with a row. It is nobody's until the body has given it to somebody."""
         copy = self._store.images.create()
         self._store.sync.created(copy.id)
+        self._store.unowned.add(copy.id)
         try:
             self._store.contents.add_image(copy.id, whole=True)  # now: a kill must not leave a file without a row
             await trio.to_thread.run_sync(copy_data, image.fd, copy.fd)
             await self._store.sync.sync(copy.id)
+            yield copy.id
         except BaseException:
             self._store.contents.drop_image(copy.id)
             self._store.sync.delete_later(copy.id)
             raise
         finally:
+            self._store.unowned.remove(copy.id)
             os.close(copy.fd)
-        return copy.id
 
     # Within
 

@@ -22,7 +22,8 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -65,6 +66,7 @@ class OpenFiles:
         self._next_handle = 1
         self._by_image: dict[ImageId, OpenFile] = {}
         self._written: Counter[ImageId] = Counter()
+        self._reserved: dict[Inode, trio.Event] = {}
         self.held = HeldFiles(self._freed)
         self.backing: Backing | None = None
         """Set by who mounts, when the kernel can serve images itself."""
@@ -203,6 +205,19 @@ class OpenFiles:
         self._writer_gone(file)
         self._drop_if_idle(file)
         self.on_freed(file.ino)
+
+    @contextmanager
+    def reserved(self, ino: Inode) -> Iterator[bool]:
+        """Whether nobody has a file open; if so nobody gets it open meanwhile, but waits."""
+        if ino in self._files or ino in self._reserved:
+            yield False
+            return
+        event = self._reserved[ino] = trio.Event()
+        try:
+            yield True
+        finally:
+            del self._reserved[ino]
+            event.set()
 
     def is_whole(self, ino: Inode) -> bool:
         """Whether every byte of a regular file is on this disk."""
@@ -388,6 +403,8 @@ class OpenFiles:
     # Within
 
     async def _acquire(self, ino: Inode) -> OpenFile:
+        while reserved := self._reserved.get(ino):
+            await reserved.wait()
         file = self._files.get(ino)
         if file and not file.detached:
             return file
@@ -459,7 +476,8 @@ class OpenFiles:
             assert file.content is not None and self._source is not None
             await self._source.ensure(file.image, file.content, 0, file.content.size)
             await self._source.record(file.image)
-        if self._store.contents.image_in_cut(file.image.id):
+        contents, image = self._store.contents, file.image.id
+        if contents.image_in_cut(image) or contents.others_need(image):
             self.on_closed(await self._images.rescue(file.image))  # a cut that was not sealed yet still needs that
         if file.manifest is None:
             return

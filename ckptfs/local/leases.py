@@ -35,6 +35,20 @@ def nobody_else_uses(fd: int) -> bool:
     return _granted(fd, fcntl.F_WRLCK)
 
 
+def is_unused(file: str) -> bool:
+    """Whether *file* exists, and no program has it open or mapped. Where there are no leases none can have, but us."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return nobody_else_uses(fd)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
 def work_in(directory: Path) -> bool:
     """Whether leases are to be had on files in *directory*, and tell who writes them."""
     with tempfile.NamedTemporaryFile(dir=directory) as file:

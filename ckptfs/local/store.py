@@ -61,6 +61,8 @@ class Store:
         self.replaced = Replaced(self.catalog, self.names, self.contents)
         self._recovery = Recovery(self.catalog)
         self.images = Images(path / "images")
+        self.unowned: set[ImageId] = set()
+        """Images with a row that are being made, and that no file or cut has yet."""
         self.sync = GroupSync(self.catalog, self.images, self.contents.forget_images)
         self.sync.on_poisoned = self._poisoned
         self.clock = Clock()

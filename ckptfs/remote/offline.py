@@ -12,8 +12,10 @@ from ckptfs.remote.base import Buffer, Listing
 class OfflineStore:
     """`ObjectStore` at *url* of which every request raises RemoteUnusable."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, why: str | None = None) -> None:
+        """*why* says what to do; there is a usual answer."""
         self._url = url
+        self._why = why or f"mounted offline: {url} is not asked; mount without --offline to use it"
 
     @property
     def url(self) -> str:
@@ -45,4 +47,4 @@ class OfflineStore:
         self._refuse("")
 
     def _refuse(self, key: str) -> NoReturn:
-        raise RemoteUnusable(f"mounted offline: {self._url} is not asked; mount without --offline to use it", key=key)
+        raise RemoteUnusable(self._why, key=key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,21 +111,28 @@ class ChunkFetcher:
         fd: int | None,
         deliver: Deliver,
     ) -> bool:
-        places = [each for each in self._contents.locations(wanted.chunk.id) if each.image != image]
-        if places:
-            nursery.start_soon(self._copy, nursery, content, wanted, places, fd, deliver)
-        return bool(places)
+        is_here = self._place(wanted, image, ()) is not None
+        if is_here:
+            nursery.start_soon(self._copy, nursery, content, wanted, image, fd, deliver)
+        return is_here
+
+    def _place(self, wanted: Wanted, image: ImageId | None, tried: Collection[Location]) -> Location | None:
+        """Where else than in *image* a chunk is now, and was not looked for yet."""
+        places = self._contents.locations(wanted.chunk.id)
+        return next((each for each in places if each.image != image and each not in tried), None)
 
     async def _copy(
         self,
         nursery: trio.Nursery,
         content: Content,
         wanted: Wanted,
-        places: list[Location],
+        image: ImageId | None,
         fd: int | None,
         deliver: Deliver,
     ) -> None:
-        for place in places:
+        tried: list[Location] = []
+        while place := self._place(wanted, image, tried):  # asked anew each time: bytes move when files are written
+            tried.append(place)
             outcome = await trio.to_thread.run_sync(self._copy_blocking, wanted, place, fd, limiter=self._copies)
             if not isinstance(outcome.error, FormatError):
                 deliver(outcome)

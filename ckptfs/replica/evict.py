@@ -26,7 +26,7 @@ from ckptfs.errors import CkptfsError, RemoteError
 from ckptfs.ids import ImageId, Inode
 from ckptfs.local.catalog.evictions import Evictable, Evictions
 from ckptfs.local.catalog.packs import Packs
-from ckptfs.local.leases import nobody_else_uses
+from ckptfs.local.leases import is_unused
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.replica.bound import BoundStore
@@ -262,14 +262,4 @@ class Evictor:
         """Whether no program and no work of ours has the image open or mapped."""
         if self._is_open(found.ino) or self._holds(found.image):
             return False
-        try:
-            fd = self._store.images.open(found.image)
-        except FileNotFoundError:
-            return False
-        try:
-            return nobody_else_uses(fd)
-        except OSError as error:  # no leases here: then nobody has images open but us, and what is open can be read on
-            log.debug("image %016x: %s", found.image, error)
-            return True
-        finally:
-            os.close(fd)
+        return is_unused(self._store.images.file(found.image))

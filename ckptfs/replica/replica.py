@@ -31,6 +31,7 @@ from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.logs import LogSealer, OpenLog
 from ckptfs.replica.merge import Merger
 from ckptfs.replica.publish import Progress, Publisher
+from ckptfs.replica.recording import Recorder
 from ckptfs.replica.settle import Settler
 from ckptfs.replica.tombstones import TombstoneCollector
 from ckptfs.replica.verify import verify_packs
@@ -47,7 +48,6 @@ _RECOGNISE_S = 1.0
 _NEWS_S = 0.5
 """... and then for what others published meanwhile."""
 _LOOK_EVERY_S = 0.5
-_RECORD_EVERY_S = 2.0
 _SETS_LOOKED_AT = 1000
 
 
@@ -87,7 +87,6 @@ class Replica:
         self.files = files
         self._hurry = hurry
         self.read_only = read_only
-        self._idle_images: list[Image] = []
         self.cuts, heads, self.packs = Cuts(store.catalog), Heads(store.catalog), Packs(store.catalog)
         self._totals = Totals(store.catalog)
         self.logs = LogSealer(store, lambda: files().open_logs())
@@ -123,6 +122,7 @@ class Replica:
         self.hydrator = Hydrator(
             store.catalog, store.images, remote, tuning, self.room, read_timeout_s=read_timeout_s
         )
+        self.recorder = Recorder(self.hydrator, lambda: files().sparse_images())
         self.evictor = Evictor(
             store,
             remote,
@@ -145,7 +145,7 @@ class Replica:
                 await nursery.start(steadily_started, self.follower.run)
                 await nursery.start(steadily_started, self.hydrator.run)
                 await self.follower.catch_up(_CATCH_UP_S)
-                nursery.start_soon(steadily, self._record_fetched)
+                nursery.start_soon(steadily, self.recorder.run)
                 if not self.read_only:
                     for task in (
                         self.settler.run, self.publisher.run, self.logs.run, self.tombstones.run, self.evictor.run
@@ -154,7 +154,7 @@ class Replica:
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
-                await self._record_idle()
+                await self.recorder.finish()
 
     # What the file system did (ChangeListener)
 
@@ -182,17 +182,6 @@ class Replica:
         """*image* cannot be read: what waits for it is published without it."""
         self.cuts.leave_out(image)
         self.publisher.wake()
-
-    def image_idle(self, image: Image) -> None:
-        """Nobody has *image* open any more, but chunks that were fetched into it are not recorded yet."""
-        self._idle_images.append(image)
-
-    def reclaim(self, image: ImageId) -> Image | None:
-        """Give back an idle image that is not being recorded yet: somebody opens it."""
-        found = next((each for each in self._idle_images if each.id == image), None)
-        if found is not None:
-            self._idle_images.remove(found)
-        return found
 
     # What the file system asks (TreeSource)
 
@@ -387,28 +376,6 @@ class Replica:
         """Drop *image* if nothing needs it."""
         if not self.logs.holds(image):
             self.files().release_image(image)
-
-    async def _record_fetched(self) -> None:
-        while True:
-            await trio.sleep(_RECORD_EVERY_S)
-            for image in self.files().sparse_images():
-                if image.unrecorded:
-                    await self._record(image)
-            await self._record_idle()
-
-    async def _record_idle(self) -> None:
-        while self._idle_images:
-            image = self._idle_images.pop()
-            try:
-                await self._record(image)
-            finally:
-                image.close()
-
-    async def _record(self, image: Image) -> None:
-        try:
-            await self.hydrator.record(image)
-        except OSError as error:  # it is fetched again when it is needed
-            log.error("what was fetched into image %016x is not kept: %s", image.id, error)
 
 
 class _MergeNews:

@@ -98,6 +98,11 @@ def _check_read_timeout(ctx: click.Context, parameter: click.Parameter, seconds:
     callback=_check_read_timeout,
     help="Reading what only the remote has fails (EIO) when it does not come for this long [60s].",
 )
+@click.option(
+    "--reclaim-after",
+    type=DURATION,
+    help="So long after a file was saved, earlier ones give up what they have in common with it here [never].",
+)
 @click.option("--stop-timeout", type=DURATION, help="After SIGTERM, serve and upload for at most this long [25s].")
 @click.option(
     "--memory",
@@ -122,6 +127,7 @@ def mount(
     lag: float | None,
     max_lag: float | None,
     read_timeout: float | None,
+    reclaim_after: float | None,
     stop_timeout: float | None,
     memory_bytes: int | None,
 ) -> None:
@@ -138,6 +144,7 @@ def mount(
         "lag_s": lag,
         "max_lag_s": max_lag,
         "read_timeout_s": read_timeout,
+        "reclaim_after_s": reclaim_after,
         "stop_timeout_s": stop_timeout,
         "memory_bytes": memory_bytes,
     }

@@ -16,21 +16,22 @@ _COMMAND_S = 30.0
 
 
 @contextmanager
-def small_disk(directory: Path, size_mib: int, *, journal: bool = False) -> Iterator[Path]:
-    """The mountpoint of an empty ext4 of *size_mib* below *directory*; skips the test where that cannot be made.
+def small_disk(directory: Path, size_mib: int, *, journal: bool = False, kind: str = "ext4") -> Iterator[Path]:
+    """The mountpoint of an empty ext4 (or xfs) of *size_mib* below *directory*; skips where that cannot be made.
 
     With a *journal*, as usual, what was freed can be used again only after the next commit of it.
 
     The loop device goes with the mount (autoclear). What still uses the disk at the end is detached from it.
     """
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
-        pytest.skip("a loop-mounted disk takes root and mkfs.ext4")
-    file, top = directory / "disk.ext4", directory / "disk"
+    if os.geteuid() != 0 or shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"a loop-mounted disk takes root and mkfs.{kind}")
+    file, top = directory / f"disk.{kind}", directory / "disk"
     top.mkdir()
     with open(file, "wb") as disk:
         disk.truncate(size_mib << 20)
     try:
-        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "has_journal" if journal else "^has_journal", str(file))
+        features = ("-F", "-m", "0", "-O", "has_journal" if journal else "^has_journal") if kind == "ext4" else ()
+        _run(f"mkfs.{kind}", "-q", *features, str(file))
         done = _run("mount", "-o", "loop", str(file), str(top), check=False)
         if done.returncode:
             pytest.skip(f"a loop device cannot be mounted here: {done.stderr.strip()}")

@@ -21,7 +21,7 @@ from ckptfs.encoding.keys import manifest_key, pack_key
 from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, encode_manifest
 from ckptfs.encoding.pack import PackBuilder
 from ckptfs.errors import ContentUnavailable
-from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, ChunkId, digest
+from ckptfs.ids import ROOT_FILE_ID, ROOT_INODE, ChunkId, ImageId, digest
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
@@ -295,6 +295,33 @@ def test_a_damaged_local_copy_is_forgotten(disk: Disk, caplog: pytest.LogCapture
     with caplog.at_level(logging.ERROR):
         run(disk, test)
     assert "is not what was recorded" in caplog.text
+
+
+def test_a_copy_that_moves_is_followed(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image that has a chunk is written anew while we are about to read it; its bytes are in another by then."""
+    data = noise(PIECE)
+    row = disk.publish(data)
+    images = [disk.images.create() for _ in range(2)]
+    disk.open += images
+    for image, content in zip(images, (noise(PIECE, 9), data), strict=True):
+        os.pwrite(image.fd, content, 0)
+        disk.contents.add_image(image.id, whole=True)
+    disk.contents.add_locations(images[0].id, [(digest(data), 0, PIECE)])
+    opened = disk.images.open
+
+    def opens(image: ImageId) -> int:
+        if image == images[0].id:
+            trio.from_thread.run_sync(disk.contents.add_locations, images[1].id, [(digest(data), 0, PIECE)])
+        return opened(image)
+
+    monkeypatch.setattr(disk.images, "open", opens)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        assert await disk.hydrator.read(image, content, 0, PIECE) == data
+        assert disk.gets() == []
+
+    run(disk, test)
 
 
 def test_damage_on_the_remote_costs_the_chunk_alone(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),
-    ("ckptfs.prefetching", "ckptfs.siblings", "ckptfs.repair", "ckptfs.insight"),
+    ("ckptfs.prefetching", "ckptfs.reclaiming", "ckptfs.siblings", "ckptfs.repair", "ckptfs.insight"),
     ("ckptfs.engine",),
     ("ckptfs", "ckptfs.testing"),
     ("ckptfs_mount.native",),

@@ -54,18 +54,28 @@ class Contents:
     def set_image_whole(self, image: ImageId) -> None:
         with self._catalog.transaction() as db:
             db.execute("UPDATE image SET whole = 1 WHERE id = ?", (image,))
+            db.execute("DELETE FROM reclaimed WHERE image = ?", (image,))
 
     def images(self) -> set[ImageId]:
         """Every image that has a row, dropped ones too."""
         return {ImageId(row[0]) for row in self._db.execute("SELECT id FROM image")}
 
     def image_is_needed(self, image: ImageId) -> bool:
-        """Whether an inode or a cut refers to it."""
+        """Whether an inode or a cut refers to it, or another image lacks what only this one has."""
         row = self._db.execute(
             "SELECT EXISTS (SELECT 1 FROM inode WHERE image = ?) OR EXISTS (SELECT 1 FROM cut_entry WHERE image = ?)",
             (image, image),
         ).fetchone()
-        return bool(row[0])
+        return bool(row[0]) or self.others_need(image)
+
+    def others_need(self, image: ImageId) -> bool:
+        """Whether another image gave up a chunk that only *image* has."""
+        row = self._db.execute(
+            "SELECT 1 FROM location l JOIN reclaimed r ON r.chunk = l.chunk WHERE l.image = ?1 AND r.image <> ?1"
+            " AND NOT EXISTS (SELECT 1 FROM location o WHERE o.chunk = l.chunk AND o.image <> ?1) LIMIT 1",
+            (image,),
+        ).fetchone()
+        return row is not None
 
     def image_in_cut(self, image: ImageId) -> bool:
         row = self._db.execute("SELECT 1 FROM cut_entry WHERE image = ? LIMIT 1", (image,)).fetchone()
@@ -83,6 +93,7 @@ class Contents:
         """
         with self._catalog.transaction() as db:
             db.execute("DELETE FROM location WHERE image = ?", (image,))
+            db.execute("DELETE FROM reclaimed WHERE image = ?", (image,))
             db.execute("UPDATE image SET whole = ? WHERE id = ?", (_DROPPED, image))
 
     def forget_images(self, images: Iterable[ImageId]) -> None:

@@ -187,6 +187,10 @@ CREATE TABLE keyframe (
     count  INTEGER NOT NULL                  -- how many chunks that were
 ) WITHOUT ROWID;
 CREATE INDEX packed_base ON packed (base) WHERE base IS NOT NULL;
+
+-- Chunks that a sealed file's image gave up, since another image has them; see local/catalog/reclaims.py.
+CREATE TABLE reclaimed (chunk BLOB NOT NULL, image INTEGER NOT NULL, PRIMARY KEY (chunk, image)) WITHOUT ROWID;
+CREATE INDEX reclaimed_image ON reclaimed (image);
 """
 
 
