@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ckptfs.encoding.codec import delta_shares, encode, encode_delta
 from ckptfs.encoding.pack import PackBuilder
 from ckptfs.ids import ChunkId, ObjectId, digest
+from ckptfs.pieces import pays
 
 _DESCRIPTORS = 16
 """Images held open while a pack is built; a pack of small files has thousands."""
@@ -19,9 +20,6 @@ _WRITTEN_AT_ONCE = 4 << 20
 PackRow = tuple[ChunkId, int, int, int, int, ChunkId | None]
 """The fields of a PackedChunk."""
 
-
-_DELTA_GAIN = 0.97
-"""A delta that a sample promises to be no smaller than this share of the chunk without is not worth its hop."""
 
 Places = Sequence[tuple[str, int]]
 """(file, offset) where a chunk may be found."""
@@ -99,7 +97,7 @@ def _encode(chunk: Wanted, data: bytes, reader: _Reader) -> tuple[int, bytes, Ch
         base_data = reader.read(base.id, chunk.length, base.places)
         if base_data is not None:
             whole, delta = delta_shares(data, base_data, chunk.dtype)
-            if delta <= _DELTA_GAIN * whole and delta * chunk.length < base.average_bytes:
+            if pays(whole, delta, chunk.length, base.average_bytes):
                 return *encode_delta(data, base_data, chunk.dtype), base.id
     return *encode(data, chunk.dtype), None
 

@@ -11,7 +11,6 @@ long as they are cheaper than the average of what that began.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,23 +19,20 @@ from typing import Any, NamedTuple
 from ckptfs.config import Tuning, usable_cores
 from ckptfs.encoding.codec import delta_shares, encode, encode_delta
 from ckptfs.errors import FormatError
-from ckptfs.formats.base import FileSource, Piece, Tensor
+from ckptfs.formats.base import FileSource, Piece
 from ckptfs.formats.cutting import pieces
 from ckptfs.formats.recognise import recognise
 from ckptfs.ids import digest
 from ckptfs.insight.listing import files_below
 from ckptfs.local.images import data_spans
-from ckptfs.series import series_key, series_member
+from ckptfs.pieces import Pieces, pays
+from ckptfs.series import series_member
 
 SAMPLED_BYTES = 4 << 30
 """About so much is encoded unless told otherwise: a minute on two cores."""
 
 _BATCH_BYTES = 32 << 20
 """Raw bytes in memory at once; as much again for what they are compared with."""
-_DELTA_GAIN = 0.97
-"""As in `background.packing`: a delta is taken up to this share of what is taken without."""
-_DELTA_MIN_BYTES = 16 << 10
-"""As in `replica.bases`."""
 
 Tell = Callable[[int, int], None]
 """Called now and then with how many bytes were passed, of how many."""
@@ -207,12 +203,12 @@ class _Work:
         spans = data_spans(fd, file.size)
         batch: list[_Wanted] = []
         waiting = 0
-        names = _Names(file, tensors)
+        names = Pieces(file.below, tensors)
         for piece in pieces(file.size, tensors, spans, self._tuning, source.read):
             length = piece.end - piece.start
             found.data_bytes += length
             self._passed += length
-            keys = names.of(piece)
+            keys = names.keys(piece.start, length, piece.dtype)
             if not tensors or self._is_sampled(keys[-1] if keys else b"%d" % piece.start):
                 batch.append(_Wanted(piece, keys))
                 waiting += length
@@ -256,26 +252,6 @@ class _Work:
             self._keyframes.update(dict.fromkeys(wanted.keys, keyframe))
 
 
-class _Names:
-    """What each piece of a file is called in every state of its series."""
-
-    def __init__(self, file: _File, tensors: Sequence[Tensor]) -> None:
-        key = series_key(file.below)
-        self._file = key.pattern if key is not None else file.below
-        self._tensors = tensors
-        self._starts = [tensor.start for tensor in tensors]
-
-    def of(self, piece: Piece) -> tuple[bytes, ...]:
-        """Nothing for what is not all of one tensor: its bytes may be others' in another state."""
-        at = bisect_right(self._starts, piece.start) - 1
-        length = piece.end - piece.start
-        if at < 0 or piece.dtype is None or piece.end > self._tensors[at].end or length < _DELTA_MIN_BYTES:
-            return ()
-        tensor = self._tensors[at]
-        name = repr((tensor.name, tensor.dtype, tensor.shape, piece.start - tensor.start, length)).encode()
-        return digest(self._file + b"\0" + name), digest(name)
-
-
 def _encoded(data: bytes, dtype: str | None, keyframe: _Keyframe | None) -> tuple[int, int | None]:
     """Bytes of *data* compressed, and as a delta against *keyframe* where it would be stored as one."""
     alone = len(encode(data, dtype)[1])
@@ -289,6 +265,6 @@ def _encoded(data: bytes, dtype: str | None, keyframe: _Keyframe | None) -> tupl
     if len(base) != len(data):  # the file was changed meanwhile
         return alone, None
     whole, delta = delta_shares(data, base, dtype)
-    if delta > _DELTA_GAIN * whole or delta * len(data) >= keyframe.encoded_bytes / keyframe.chunks:
+    if not pays(whole, delta, len(data), keyframe.encoded_bytes / keyframe.chunks):
         return alone, None
     return alone, len(encode_delta(data, base, dtype)[1])

@@ -42,8 +42,9 @@ from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.cuts import CutFile, Cuts
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images
+from ckptfs.pieces import Pieces
 from ckptfs.remote.base import ObjectStore
-from ckptfs.replica.bases import Bases, Kin, keys
+from ckptfs.replica.bases import Bases, Kin
 from ckptfs.replica.pace import Pace
 
 log = logging.getLogger(__name__)
@@ -265,21 +266,21 @@ class Uploader:
     async def _needed(self, file: CutFile, on_its_way: set[ChunkId]) -> list[Needed]:
         """The chunks of *file* that neither the remote has nor a pack on its way."""
         content = await self.content(file.manifest)
-        found_keys = keys(content, file.path) if self._tuning.delta else itertools.repeat(())
-        rows = zip(content.chunks, content.offsets(), found_keys, strict=False)
+        pieces = Pieces(file.path, content.tensors if self._tuning.delta else ())
+        rows = zip(content.chunks, content.offsets(), strict=True)
         needed: list[Needed] = []
         await trio.lowlevel.checkpoint()
         while batch := list(itertools.islice(rows, _LOOK_UP)):
-            known = self._packs.known({chunk.id for chunk, _, _ in batch})
+            known = self._packs.known({chunk.id for chunk, _ in batch})
             lacking = []
-            for chunk, offset, found in batch:
+            for chunk, offset in batch:
                 if chunk.id not in known and chunk.id not in on_its_way:
                     on_its_way.add(chunk.id)
-                    lacking.append((chunk, offset, found))
-            kin = self._bases.find([(chunk, found) for chunk, _, found in lacking])
+                    lacking.append((chunk, offset))
+            kin = self._bases.find([(chunk, pieces.keys(at, chunk.length, chunk.dtype)) for chunk, at in lacking])
             needed += (
                 Needed(chunk.id, chunk.length, chunk.dtype, file.manifest, offset, file.image, kin.get(chunk.id))
-                for chunk, offset, _ in lacking
+                for chunk, offset in lacking
             )
             await trio.lowlevel.checkpoint()
         return needed

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.ids", "ckptfs.errors"),
     ("ckptfs.spans", "ckptfs.config", "ckptfs.scratch", "ckptfs.series", "ckptfs.steady"),
-    ("ckptfs.encoding", "ckptfs.formats"),
+    ("ckptfs.encoding", "ckptfs.formats", "ckptfs.pieces"),
     ("ckptfs.local", "ckptfs.remote"),
     ("ckptfs.background",),
     ("ckptfs.attributes", "ckptfs.reading"),

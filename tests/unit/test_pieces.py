@@ -1,10 +1,10 @@
-"""Which chunk another may be a delta against."""
+"""Pieces of tensors through the states of a series."""
 
 from __future__ import annotations
 
 from ckptfs.encoding.manifest import Chunk, Content, TensorSpan
 from ckptfs.ids import ChunkId
-from ckptfs.replica.bases import MIN_BYTES, keys
+from ckptfs.pieces import MIN_BYTES, Keys, Pieces, pays
 
 PIECE = 4 * MIN_BYTES
 
@@ -17,9 +17,14 @@ def content(name: str = "weight", shape: tuple[int, ...] = (PIECE, 2), dtype: st
     return Content(end + PIECE, (), chunks, (TensorSpan(name, "float32", shape, 100, end),))
 
 
+def keys(file: Content, path: bytes) -> list[Keys]:
+    pieces = Pieces(path, file.tensors)
+    return [pieces.keys(at, each.length, each.dtype) for each, at in zip(file.chunks, file.offsets(), strict=True)]
+
+
 def test_pieces_of_tensors_have_keys() -> None:
     """Not what lies between tensors, nor what is too short; and each piece its own."""
-    found = list(keys(content(), b"model.pt"))
+    found = keys(content(), b"model.pt")
     assert [len(each) for each in found] == [0, 2, 2, 0, 0]
     assert len({key for each in found for key in each}) == 4
 
@@ -28,7 +33,7 @@ def test_members_of_a_series_share_keys() -> None:
     """By what counts steps; another rank, another directory or another run has only the tensor in common."""
 
     def first(path: bytes) -> tuple[bytes, ...]:
-        return list(keys(content(), path))[1]
+        return keys(content(), path)[1]
 
     for one, other in (
         (b"run/checkpoint-100/optimizer.pt", b"run/checkpoint-2000/optimizer.pt"),
@@ -58,3 +63,11 @@ def test_another_tensor_has_no_key_in_common() -> None:
         tuple(TensorSpan(each.name, each.dtype, each.shape, each.start + 50, each.end + 50) for each in moved.tensors),
     )
     assert known == {key for each in keys(shifted, b"a") for key in each}
+
+
+def test_when_a_delta_pays() -> None:
+    """When it is clearly less than none, and less than what the keyframe and its deltas took so far, on average."""
+    assert pays(0.83, 0.6, 1000, 830.0)
+    assert not pays(0.83, 0.82, 1000, 830.0)
+    assert not pays(0.83, 0.6, 1000, 600.0)
+    assert not pays(1.0, 0.98, 1000, 1e9)
