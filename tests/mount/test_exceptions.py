@@ -46,7 +46,7 @@ def injected(tmp_path: Path, passthrough: str) -> Iterator[Injected]:
         (tmp_path / "remote").mkdir()
         command = [sys.executable, "-m", "tests.support.injected", "mount", str(site.mountpoint), "--foreground"]
         command += ["--store", str(site.store), "--force", "--remote", f"file://{tmp_path}/remote"]
-        command += ["--passthrough", passthrough, "--settle", "50ms", "--lag", "100ms"]
+        command += ["--passthrough", passthrough, "--settle", "50ms", "--lag", "100ms", "--reclaim-after", "0s"]
         daemon = subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],

@@ -304,10 +304,10 @@ def test_changes_of_others_show_within_the_lag(machines: Machines) -> None:
     (here / "d").rename(here / "e")
     published(lambda: os.listdir(there) == ["e"], "the directory's name")
     assert reads(there / "e" / "file") == b"by rename"
-    assert not (there / "d").exists()
+    until(lambda: not (there / "d").exists(), "the kernel to be told of the rename", 5)
     shutil.rmtree(here / "e")
     published(lambda: os.listdir(there) == [], "its removal")
-    assert not (there / "e").exists()
+    until(lambda: not (there / "e").exists(), "the kernel to be told of the removal", 5)
 
 
 @pytest.mark.parametrize("way", ["rename", "link and unlink"])
