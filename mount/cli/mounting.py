@@ -24,7 +24,7 @@ from .. import mountpoint as mounts
 from .. import placement
 from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter, owner_ids
 from .output import DURATION, JSON, SIZE, parts, size, size_option
-from .waiting import Waiting
+from .waiting import Waiting, interruptible
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
 
@@ -436,6 +436,7 @@ def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
     with (
         Conversation(place.store, "unmount", wait=wait) as conversation,
         Waiting("uploading", hint="Ctrl-C unmounts without waiting; the next mount goes on", quiet=quiet) as waiting,
+        interruptible() as check_interrupt,
     ):
 
         def follow(report: dict[str, Any]) -> None:
@@ -445,6 +446,7 @@ def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
                 mounts.unmount(place.mountpoint)
                 unmounted = True
             elif "pending_bytes" in report:
+                check_interrupt()
                 waiting.show(report)
 
         try:

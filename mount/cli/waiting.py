@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -13,6 +17,30 @@ from .output import pending
 _LINE_EVERY_S = 5.0
 _SAME_LINE_EVERY_S = 60.0  # nothing has changed: only a sign of life, in a log that somebody keeps
 _BAR_WIDTH = 20  # leaves room for what is left, with rate and estimate, in 80 columns
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Within, Ctrl-C raises KeyboardInterrupt, and what is yielded raises it again if it was lost.
+
+    Python only prints an exception that is raised while it cleans up an object, wherever that happens to be.
+    """
+    pressed = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Waiting:

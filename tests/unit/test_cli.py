@@ -6,8 +6,10 @@ import fcntl
 import io
 import json
 import os
+import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -20,7 +22,7 @@ from ckptfs_mount import placement
 from ckptfs_mount.cli import main, output
 from ckptfs_mount.cli.mounting import _tell_end
 from ckptfs_mount.cli.seeing import _show
-from ckptfs_mount.cli.waiting import Waiting
+from ckptfs_mount.cli.waiting import Waiting, interruptible
 from ckptfs_mount.order import EXIT_PENDING, Order, PipeReporter
 
 
@@ -300,3 +302,15 @@ def test_who_may_not_look_into_the_store_reads_the_files(monkeypatch: pytest.Mon
     assert (done.exit_code, done.output) == (0, "1 identical (8 B)\n")
     done = CliRunner().invoke(main, ["inspect", str(tmp_path / "a")])
     assert done.exit_code == 0 and "Not sealed in a mount" in done.output
+
+
+def test_a_lost_interrupt_is_raised_again() -> None:
+    """One that came while an object was cleaned up is only printed by Python; whoever looks afterwards gets it."""
+    before = signal.getsignal(signal.SIGINT)
+    with interruptible() as check:
+        check()
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is before
