@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import trio
 
@@ -78,16 +79,14 @@ class Reclaimer:
         if self._after_s:
             until = Stamp(int((time.time() - self._after_s) * 1000) << Clock.COUNTER_BITS)
         candidates = await trio.to_thread.run_sync(lambda: self._reclaims.look(until, published=self._published))
-        given_up = self._in_use = False
+        self._in_use = False
         for found in candidates:
             if found.bytes < _WORTH_BYTES:
                 continue
             if self._is_free(found.ino, found.image):
-                given_up |= await self._give_up(found, until)
+                await self._give_up(found, until)
             else:
                 self._in_use = True
-        if given_up:
-            await self._store.sync.sync()
         freed_bytes = 0
         for image, ino, located_bytes in await trio.to_thread.run_sync(self._reclaims.sparse):
             freed_bytes += await self._trim(image, ino, located_bytes)
@@ -100,30 +99,32 @@ class Reclaimer:
             return False
         return not self._files.is_being_written(image) and is_unused(self._store.images.file(image))
 
-    async def _give_up(self, found: Twice, until: Stamp) -> bool:
-        """Whether any row went."""
+    async def _give_up(self, found: Twice, until: Stamp) -> None:
         start: int | None = 0
-        before = self._store.catalog.commits
         while start is not None and self._is_free(found.ino, found.image):
             start = self._reclaims.give_up(found, until, start, _ROWS_AT_ONCE)
             await trio.lowlevel.checkpoint()
-        return self._store.catalog.commits != before
 
     async def _trim(self, image: ImageId, ino: Inode | None, located_bytes: int) -> int:
         """Free what is in an image and of no use any more; how many bytes that were."""
-        if not self._is_free(ino, image) or (ino is None and not self._thin_out(image)):
+        if not self._is_free(ino, image):
             return 0
+        if ino is None:
+            if not self._thin_out(image):
+                return 0
+            located_bytes = sum(length for _, length in self._store.contents.locations_in(image))
         try:
             before = self._store.images.status(image)
         except FileNotFoundError:
             return 0
-        if ino is not None and before.st_blocks * 512 < located_bytes + _WORTH_BYTES:
+        if before.st_blocks * 512 < located_bytes + _WORTH_BYTES:
             return 0
-        with self._files.reserved(ino or Inode(0)) as is_ours:
-            if not is_ours or not self._is_free(ino, image):
+        with self._files.reserved(ino) if ino is not None else nullcontext(True) as is_ours:
+            if not is_ours:
                 return 0
-            if ino is None:
-                await self._store.sync.sync()
+            await self._store.sync.sync()  # also what an earlier round, which failed, has left
+            if not self._is_free(ino, image):
+                return 0
             located = [(at, at + length) for at, length in self._store.contents.locations_in(image)]
             await trio.to_thread.run_sync(punch, self._store.images.file(image), _gaps(located, before.st_size))
         try:
@@ -138,13 +139,12 @@ class Reclaimer:
         """Drop rows of a nameless image that nobody needs, and the image when none is left; whether one is."""
         if not self._reclaims.is_donor(donor):
             return False
-        before = self._store.catalog.commits
         self._reclaims.drop_unneeded(donor)
         if not self._store.contents.others_need(donor):
             self._store.contents.drop_image(donor)
             self._store.sync.delete_later(donor)
             return False
-        return self._store.catalog.commits != before
+        return True
 
 
 def _gaps(located: list[Span], size: int) -> list[Span]:
