@@ -63,8 +63,8 @@ class _Set:
     shards: list[Inode]
     account: Account
     active_s: float = 0.0
-    read: dict[Inode, int] = field(default_factory=dict)
-    """Bytes that were read of a shard."""
+    read: set[Inode] = field(default_factory=set)
+    """Shards of which something was read."""
     ahead: dict[Inode, int] = field(default_factory=dict)
     """Bytes that were fetched of a shard of which nothing was read yet."""
     whole: set[Inode] = field(default_factory=set)
@@ -72,10 +72,6 @@ class _Set:
     here: set[Inode] = field(default_factory=set)
     """Shards of which there is nothing to fetch."""
     rests_until_s: float = 0.0
-
-    def allowed(self) -> int:
-        """How many bytes more may be fetched ahead."""
-        return self.account.left()
 
     def ahead_of(self, ino: Inode, length: int) -> None:
         """So many bytes more of a shard were fetched of which nothing was read yet."""
@@ -119,7 +115,7 @@ class Siblings:
         found = self._find(file)
         if found is None:
             return
-        found.read[file.ino] = max(read_bytes, found.read.get(file.ino, 0))
+        found.read.add(file.ino)
         if read_bytes >= size - size // _WHOLE_PARTS:
             found.whole.add(file.ino)
             if len(found.whole) >= WHOLE_SHARDS:
@@ -135,8 +131,8 @@ class Siblings:
         if found is None:
             return
         if file.image.whole and file.ino in found.ahead:
-            found.read[file.ino] = found.reached(file.ino)
-            found.account.read_bytes += found.read[file.ino]
+            found.read.add(file.ino)
+            found.account.read_bytes += found.reached(file.ino)
             found.whole.add(file.ino)
         self._active(found)
 
@@ -144,7 +140,7 @@ class Siblings:
         """Until cancelled."""
         while True:
             found = self._newest
-            ino = found.next() if found is not None and self._is_read(found) and found.allowed() > 0 else None
+            ino = found.next() if found is not None and self._is_read(found) and found.account.left() > 0 else None
             if found is None or ino is None:
                 self._news = trio.Event()
                 await self._news.wait()
@@ -168,7 +164,7 @@ class Siblings:
                 await self._source.quiet()
                 if not self._is_wanted(found, ino):  # that may have taken long
                     return
-                span = _next_step(file, found.allowed())
+                span = _next_step(file, found.account.left())
                 if span is None or file.content is None:
                     await self._source.record(file.image)
                     found.here.add(ino)
@@ -190,9 +186,9 @@ class Siblings:
 
     async def _more(self, found: _Set) -> None:
         """Wait until more may be fetched, or the set is not read any more."""
-        allowed = found.allowed()
+        allowed = found.account.left()
         with trio.move_on_after(_IDLE_S):
-            while found is self._newest and found.allowed() <= allowed:
+            while found is self._newest and found.account.left() <= allowed:
                 self._news = trio.Event()
                 await self._news.wait()
 

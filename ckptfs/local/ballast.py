@@ -8,10 +8,11 @@ Who calls: the thread that owns the store; nothing here waits for the disk.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from pathlib import Path
+
+from ckptfs.local.allocation import KEEP_SIZE, fallocate
 
 BALLAST_BYTES = 32 << 20
 """As much as the catalog's log takes at most ..."""
@@ -25,9 +26,6 @@ NAMES_LEAVE, LOG_LEAVES = 1 / 4, 1 / 8
 """The share of a full ballast that new names leave to deleting, and that the catalog's log leaves to the database."""
 
 _STEP_BYTES = 64 << 10
-_KEEP_SIZE = 1  # linux/falloc.h
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Ballast:
@@ -79,10 +77,13 @@ class Ballast:
         Whether they are there; never where the file system does not offer that.
         """
         for _ in range(2):
-            if _libc.fallocate(fd, _KEEP_SIZE, start, length) == 0:
+            try:
+                fallocate(fd, KEEP_SIZE, start, length)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    return False
+            else:
                 return True
-            if ctypes.get_errno() not in (errno.ENOSPC, errno.EDQUOT):
-                return False
             self.give(self.free_bytes() + length, keeping=keeping)
         return False
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptfs.ids import ImageId, new_image_id
+from ckptfs.local.allocation import KEEP_SIZE, PUNCH_HOLE, fallocate
 from ckptfs.spans import SpanSet
 
 _COPY_BYTES = 64 << 20
@@ -24,9 +25,7 @@ _FOLDERS, _IN_A_ROW = 256, 1024
 
 
 _SYNC_FILE_RANGE_WRITE = 2
-_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # linux/falloc.h
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
@@ -161,9 +160,7 @@ def punch(file: str, spans: Iterable[tuple[int, int]]) -> None:
     fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     try:
         for start, end in spans:
-            if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, start, end - start) != 0:
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number), file)
+            fallocate(fd, PUNCH_HOLE | KEEP_SIZE, start, end - start)
     finally:
         os.close(fd)
 

@@ -5,7 +5,6 @@ Decides nothing: it reports a refusal and warnings, and the caller (the `mount` 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptfs.local.allocation import KEEP_SIZE, PUNCH_HOLE, fallocate
 from ckptfs.local.mountinfo import mount_of
 
 _NETWORK = frozenset({
@@ -28,12 +28,8 @@ _MEMORY = frozenset({"ramfs", "rootfs", "tmpfs"})
 
 _BLOCK = 4096
 _PROBE_BYTES = 16 * _BLOCK  # large enough that every file system's block or record can be punched out of its middle
-_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02  # linux/falloc.h
 
 _LOW_BYTES = 1 << 30  # less than one small checkpoint
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @dataclass(frozen=True)
@@ -111,20 +107,14 @@ def _refused_operations(directory: Path) -> list[str]:
     return refused
 
 
-def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    if _libc.fallocate(fd, mode, offset, length) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
 def _try_fallocate(fd: int) -> bool:
-    _fallocate(fd, _FALLOC_KEEP_SIZE, 0, _PROBE_BYTES)
+    fallocate(fd, KEEP_SIZE, 0, _PROBE_BYTES)
     return os.fstat(fd).st_size == 0
 
 
 def _try_punch(fd: int) -> bool:
     os.pwrite(fd, b"\xa5" * _PROBE_BYTES, 0)
-    _fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, _BLOCK, _PROBE_BYTES - 2 * _BLOCK)
+    fallocate(fd, PUNCH_HOLE | KEEP_SIZE, _BLOCK, _PROBE_BYTES - 2 * _BLOCK)
     left = os.pread(fd, _PROBE_BYTES, 0)
     hole = bytes(_PROBE_BYTES - 2 * _BLOCK)
     return left == b"\xa5" * _BLOCK + hole + b"\xa5" * _BLOCK

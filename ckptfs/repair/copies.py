@@ -45,14 +45,16 @@ class Copies:
             return raw
         base = None
         if at.base is not None:
-            base = await self.local(at.base, length) or await self._remote_copy(at.base, length, but_pack, None)
-        return await self._remote_copy(chunk, length, but_pack, base)
+            base = await self.local(at.base, length)
+            base_at = self._packs.placed([at.base]).get(at.base)
+            if base is None and base_at is not None:
+                base = await self._remote_copy(at.base, length, base_at, but_pack, None)
+        return await self._remote_copy(chunk, length, at, but_pack, base)
 
     async def _remote_copy(
-        self, chunk: ChunkId, length: int, but_pack: ObjectId | None, base: Raw | None
+        self, chunk: ChunkId, length: int, at: Placed, but_pack: ObjectId | None, base: Raw | None
     ) -> Raw | None:
-        at = self._packs.placed([chunk]).get(chunk)
-        if self._remote is None or at is None or at.pack == but_pack:
+        if self._remote is None or at.pack == but_pack:
             return None
         try:
             return await trio.to_thread.run_sync(

@@ -130,19 +130,26 @@ class ChunkFetcher:
         fd: int | None,
         deliver: Deliver,
     ) -> None:
+        outcome = await self._from_disk(wanted, image, fd)
+        if outcome is None:
+            self._fetch_soon(nursery, content, [wanted], fd, deliver)
+        else:
+            deliver(outcome)
+
+    async def _from_disk(self, wanted: Wanted, image: ImageId | None, fd: int | None) -> Outcome | None:
+        """What became of copying a chunk from any image but *image*; None when none has it."""
         tried: list[Location] = []
         while place := self._place(wanted, image, tried):  # asked anew each time: bytes move when files are written
             tried.append(place)
             outcome = await trio.to_thread.run_sync(self._copy_blocking, wanted, place, fd, limiter=self._copies)
             if not isinstance(outcome.error, FormatError):
-                deliver(outcome)
-                return
+                return outcome
             log.error(
                 "chunk %s at %d of image %016x is not what was recorded; its row goes: %s",
                 wanted.chunk.id.hex(), place.offset, place.image, outcome.error,
             )  # fmt: skip
             self._contents.drop_location(wanted.chunk.id, place)
-        self._fetch_soon(nursery, content, [wanted], fd, deliver)
+        return None
 
     def _copy_blocking(self, wanted: Wanted, place: Location, fd: int | None) -> Outcome:
         try:
@@ -251,11 +258,9 @@ class ChunkFetcher:
         wanted = {base: Wanted(Chunk(base, length, None), 0) for base, length in lengths.items()}
         found: dict[ChunkId, bytes] = {}
         for base, each in wanted.items():
-            for place in self._contents.locations(base):
-                outcome = await trio.to_thread.run_sync(self._copy_blocking, each, place, None, limiter=_unlimited())
-                if outcome.raw is not None:
-                    found[base] = bytes(outcome.raw)
-                    break
+            outcome = await self._from_disk(each, None, None)
+            if outcome is not None and outcome.raw is not None:
+                found[base] = bytes(outcome.raw)
         lacking = wanted.keys() - found.keys()
         places = self._packs.placed(lacking)
         if content is not None and lacking - places.keys():

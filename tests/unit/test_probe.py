@@ -93,10 +93,10 @@ def test_an_operation_that_fails_is_a_refusal_by_name(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(probing, "_fallocate", unsupported)
+    monkeypatch.setattr(probing, "fallocate", unsupported)
     refusal = probe(tmp_path).refusal
     assert refusal is not None and "hole punching" in refusal and "fallocate" in refusal
-    monkeypatch.setattr(probing, "_fallocate", full)
+    monkeypatch.setattr(probing, "fallocate", full)
     with pytest.raises(OSError, match="No space"):
         probe(tmp_path)
 

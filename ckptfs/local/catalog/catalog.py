@@ -14,8 +14,9 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -36,6 +37,8 @@ _STEP_BYTES = 1 << 20
 """Allocated there at once when there is less."""
 _CROWDED = 8
 """Transactions between two checkpoints when nothing can be allocated: together they write less than the spare."""
+_BATCH = 500
+"""Keys looked up by one statement; SQLite takes 999 variables in its oldest builds."""
 
 
 class Allocator(Protocol):
@@ -260,3 +263,10 @@ def disk_error(error: sqlite3.OperationalError, path: Path) -> OSError | sqlite3
         if words in str(error):
             return OSError(number, os.strerror(number), os.fspath(path))
     return error
+
+
+def batches(keys: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """*keys* by so many as one statement takes."""
+    remaining = iter(keys)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch

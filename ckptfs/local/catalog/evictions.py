@@ -6,13 +6,13 @@ chunk lies in a pack that such a head reaches (`Packs.reached`).
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from dataclasses import dataclass
 
 from ckptfs.ids import ImageId, Inode
 from ckptfs.local.catalog.catalog import SELF, Catalog
 from ckptfs.local.catalog.contents import Contents
+from ckptfs.local.catalog.reader import open_reader
 
 _SAFE = """
 SELECT i.image, i.ino, i.manifest, max(im.whole = 0 OR d.origin_writer IS NOT ?1)
@@ -42,7 +42,7 @@ class Evictions:
 
     def look(self) -> list[Evictable]:
         """Every image whose file is published. For a worker thread: it reads many rows, on a connection of its own."""
-        db = sqlite3.connect(f"file:{os.fspath(self._catalog.path)}?mode=ro", uri=True, isolation_level=None)
+        db = open_reader(self._catalog.path)
         try:
             return [_evictable(row) for row in db.execute(_SAFE.format(which="IS NOT NULL"), (SELF,))]
         except sqlite3.OperationalError as error:

@@ -1,18 +1,16 @@
 """Keyframes: for a tensor of a series, the chunk that its deltas are against, and what they cost since.
 
-A key (16 bytes) says which piece of which tensor it is, in which series; `replica.bases` makes it. A row is only a
+A key (16 bytes) says which piece of which tensor it is, in which series; `ckptfs.pieces` makes it. A row is only a
 hint: one that points to a chunk which is not on the remote any more, or is a delta there itself, is passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs.ids import ChunkId
-from ckptfs.local.catalog.catalog import Catalog
-
-_BATCH = 500
+from ckptfs.local.catalog.catalog import Catalog, batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +33,10 @@ class Keyframes:
         self._catalog = catalog
         self._db = catalog.db
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Keyframe]:
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, Keyframe]:
         """The keyframes of *keys* that the remote has, whole and not as deltas."""
         found = {}
-        for start in range(0, len(keys), _BATCH):
-            batch = keys[start : start + _BATCH]
+        for batch in batches(keys):
             for key, chunk, *rest in self._db.execute(
                 "SELECT k.key, k.chunk, p.raw_length, k.stored, k.count FROM keyframe k"
                 " JOIN packed p ON p.chunk = k.chunk"

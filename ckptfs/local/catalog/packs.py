@@ -7,21 +7,17 @@ Putting packs is `replica.upload`'s work.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 
 from ckptfs.encoding.manifest import Placed
 from ckptfs.encoding.pack import PackedChunk
 from ckptfs.ids import ChunkId, ObjectId
-from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.local.catalog.catalog import Catalog, batches
 
 DAMAGED, ACKNOWLEDGED, VERIFIED = 0, 1, 2
 """Values of pack.state."""
 
 _LEARNED = 0
 """pack.head of a pack that another writer's head names."""
-
-_BATCH = 500
-"""Chunks looked up by one statement; SQLite takes 999 variables in its oldest builds."""
 
 
 class Packs:
@@ -32,7 +28,7 @@ class Packs:
     def known(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
         """Those of *chunks* that the remote has."""
         found: set[ChunkId] = set()
-        for batch in _batches(chunks):
+        for batch in batches(chunks):
             marks = ",".join("?" * len(batch))
             found.update(
                 ChunkId(row[0])
@@ -43,7 +39,7 @@ class Packs:
     def reached(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
         """Those of *chunks* that lie in a pack which an acknowledged head, ours or one that we followed, reaches."""
         found: set[ChunkId] = set()
-        for batch in _batches(chunks):
+        for batch in batches(chunks):
             marks = ",".join("?" * len(batch))
             found.update(
                 ChunkId(row[0])
@@ -58,7 +54,7 @@ class Packs:
     def placed(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
         """Where the remote has *chunks*; those that it lacks are left out."""
         found: dict[ChunkId, Placed] = {}
-        for batch in _batches(chunks):
+        for batch in batches(chunks):
             marks = ",".join("?" * len(batch))
             for row in self._db.execute(
                 "SELECT packed.chunk, pack.name, packed.offset, packed.length, packed.codec, packed.base FROM packed"
@@ -78,7 +74,7 @@ class Packs:
     def bases_among(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
         """Those of *chunks* that some delta on the remote is against."""
         found: set[ChunkId] = set()
-        for batch in _batches(chunks):
+        for batch in batches(chunks):
             marks = ",".join("?" * len(batch))
             rows = self._db.execute(f"SELECT DISTINCT base FROM packed WHERE base IN ({marks})", batch)
             found.update(ChunkId(row[0]) for row in rows)
@@ -134,7 +130,7 @@ class Packs:
     def unverified_of(self, chunks: Iterable[bytes]) -> list[ObjectId]:
         """Packs with some of *chunks*, or what they are deltas against, whose stored bytes were not compared yet."""
         found: dict[ObjectId, None] = {}
-        for batch in _batches(chunks):
+        for batch in batches(chunks):
             marks = ",".join("?" * len(batch))
             for row in self._db.execute(
                 f"WITH own AS (SELECT chunk, base FROM packed WHERE chunk IN ({marks}))"
@@ -167,9 +163,3 @@ class Packs:
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [(c.id, pack, c.offset, c.length, c.raw_length, c.codec, c.base) for c in chunks],
             )
-
-
-def _batches(chunks: Iterable[bytes]) -> Iterable[list[bytes]]:
-    remaining = iter(chunks)
-    while batch := list(islice(remaining, _BATCH)):
-        yield batch

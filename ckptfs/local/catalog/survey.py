@@ -9,12 +9,12 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptfs.errors import NameMissing
 from ckptfs.ids import ROOT_INODE, ImageId, Inode
+from ckptfs.local.catalog.catalog import batches
 from ckptfs.local.catalog.reader import open_reader
 
 _UNDER = """
@@ -24,8 +24,6 @@ WITH RECURSIVE tree(parent, name, ino) AS (
     SELECT d.parent, d.name, d.ino FROM tree JOIN dirent d ON d.parent = tree.ino WHERE d.ino IS NOT NULL
 )
 """
-_BATCH = 500
-"""Chunks looked up by one statement; SQLite takes 999 variables in its oldest builds."""
 
 
 class SurveyedFile(NamedTuple):
@@ -157,8 +155,7 @@ class Survey:
     def places(self, chunks: Iterable[bytes]) -> dict[bytes, ChunkPlace]:
         """Where each of *chunks* is."""
         found: dict[bytes, ChunkPlace] = {}
-        remaining = iter(dict.fromkeys(chunks))
-        while batch := list(islice(remaining, _BATCH)):
+        for batch in batches(dict.fromkeys(chunks)):
             marks = ",".join("?" * len(batch))
             here = {row[0] for row in self._db.execute(f"SELECT chunk FROM location WHERE chunk IN ({marks})", batch)}
             packed = {
