@@ -128,6 +128,14 @@ class Tree:
             os.close(self.fds.pop(s.offset % MOST_DESCRIPTORS))
         flags = _ACCESS[s.second % len(_ACCESS)] | _EXTRA[(s.second >> 2) % len(_EXTRA)]
         self.fds.append(os.open(path, flags | os.O_NONBLOCK, s.mode | 0o600, dir_fd=dir_fd))  # fifos must not wait
+        if flags & os.O_TRUNC and not flags & os.O_PATH:
+            self._unmap_of(os.fstat(self.fds[-1]))
+
+    def _unmap_of(self, emptied: os.stat_result) -> None:
+        """End the maps of a file that was emptied: on a mount those without a descriptor may keep what was there."""
+        for index in reversed(range(len(self.maps))):
+            if os.path.samestat(os.fstat(self.maps[index][2]), emptied):
+                self._unmap(index)
 
     def close(self, s: Step) -> None:
         self.fd(0)
@@ -194,11 +202,22 @@ class Tree:
 
     def flock(self, s: Step) -> None:
         kind = (fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_UN)[s.byte % 3]
-        fcntl.flock(self.fd(s.first), kind | fcntl.LOCK_NB)
+        fcntl.flock(self._unmapped(s.first), kind | fcntl.LOCK_NB)
 
     def ofd_lock(self, s: Step) -> None:
         kind = (fcntl.F_WRLCK, fcntl.F_RDLCK, fcntl.F_UNLCK)[s.byte % 3]
-        fcntl.fcntl(self.fd(s.first), _F_OFD_SETLK, struct.pack("hhqqi4x", kind, 0, s.offset, s.length, 0))
+        _lock(self._unmapped(s.first), kind, s.offset, s.length)
+
+    def _unmapped(self, number: int) -> int:
+        """A descriptor to lock: a map holds on to its file, and so to locks, on a plain directory only.
+
+        A map through passthrough is one of the image (the kernel's backing_file_mmap), and the mount's file and its
+        locks go when the last descriptor is closed.
+        """
+        fd = self.fd(number)
+        if any(os.path.samestat(os.fstat(fd), os.fstat(of)) for _, _, of, _ in self.maps):
+            raise Absent
+        return fd
 
     def fallocate(self, s: Step) -> None:
         _check(_libc.fallocate(self.fd(s.first), _ALLOCATIONS[s.byte % len(_ALLOCATIONS)], s.offset, s.length))
@@ -278,6 +297,8 @@ class Tree:
         status = os.fstat(fd)
         if len(self.maps) >= MOST_MAPS or not stat.S_ISREG(status.st_mode) or not status.st_size:
             raise Absent
+        fcntl.flock(fd, fcntl.LOCK_UN)  # see _unmapped
+        _lock(fd, fcntl.F_UNLCK, 0, 0)
         shared = s.byte % 4 != 0
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if s.second % 4 else 0)
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
@@ -352,7 +373,10 @@ class Tree:
         os.mknod(self.at(s.path), kind | _MODES[s.second % len(_MODES)])
 
     def truncate(self, s: Step) -> None:
-        os.truncate(self.at(s.path), s.offset)
+        path = self.at(s.path)
+        os.truncate(path, s.offset)
+        if not s.offset:
+            self._unmap_of(os.stat(path))
 
     def save(self, s: Step) -> None:
         """As programs replace a file: a temporary one, then a rename."""
@@ -431,6 +455,10 @@ OPEN_STEPS = (
     "list_open", "stat_open", "stat_at", "change_open", "mkdir_at", "mkdir_at", "remove_at", "rename_at", "symlink_at",
     "fsync", "rmdir", "unlink", "rename", "mkdir", "pwrite", "pread", "fchmod", "futimens", "fchown", "save",
 )  # fmt: skip
+
+
+def _lock(fd: int, kind: int, offset: int, length: int) -> None:
+    fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack("hhqqi4x", kind, 0, offset, length, 0))
 
 
 def _check(result: int) -> None:

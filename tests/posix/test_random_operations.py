@@ -146,10 +146,6 @@ def run(site: Site, plain: Path, count: Count, examples: int, seeded: int | None
     )
 
 
-@pytest.mark.skipif(
-    os.environ.get("CKPTFS_PASSTHROUGH") != "off",
-    reason="with passthrough, holes and ctime in preallocated ranges depend on when the disk writes out: make exercise",
-)
 @pytest.mark.timeout(900)
 def test_the_mount_behaves_like_a_plain_directory(site: Site, tmp_path: Path) -> None:
     """After every one of 50,000 random operations results, errnos, stats and bytes are equal on both."""
