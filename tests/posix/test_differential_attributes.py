@@ -28,6 +28,18 @@ def test_same_as_a_plain_directory(same: Callable[..., None], function: Case, se
 
 
 @case
+def what_opening_changes(d: Side) -> None:
+    """No times, whoever has a file open already: neither reading nor that somebody could write it now."""
+    d.write_file("file", b"contents")
+    d.sealed("file")
+    reader = d.open("file", os.O_RDONLY)
+    d.attempt("read", os.pread, reader, 100, 0)
+    for flags in (os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDONLY):
+        d.changed("open", ["file", reader], lambda flags=flags: d.open("file", flags) > 0)
+    d.changed("read again", ["file", reader], lambda: os.pread(reader, 100, 0))
+
+
+@case
 def chmod(d: Side) -> None:
     d.write_file("file", b"x")
     os.mkdir(d.path("directory"))
