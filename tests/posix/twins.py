@@ -31,6 +31,7 @@ class Twins:
         self.roots = (plain / "top", mounted / "top")  # what is above it is known, too
         self.performed = 0
         self._history: list[str] = []
+        self._begun_ns = time.time_ns()
         self._trees = [Tree(str(root)) for root in self.roots]
         self._seen: dict[tuple[int, int], list[_Times]] = {}
         """What both sides last showed of a file, by its two inode numbers (a plain directory uses them again)."""
@@ -48,6 +49,7 @@ class Twins:
     def perform(self, step: Step) -> None:
         """Do it on both; AssertionError when anything differs."""
         self._history.append(repr(step))
+        self._begun_ns = time.time_ns()
         mounted = _do(self._trees[1], step)
         if mounted is Absent or (step.name == "fallocate" and mounted == "ENOTSUP"):  # the one thing it may refuse
             del self._history[-1]
@@ -136,7 +138,7 @@ class Twins:
         before = self._seen.get(key, now)
         self._seen[key] = now
         self._equal([side[0] if side[0] < _SET_TIMES_BELOW_NS else "now" for side in now], f"{what}: mtime")
-        recent_ns = time.time_ns() - _TICK_NS
+        recent_ns = self._begun_ns - _TICK_NS
         for index, kind in enumerate(("mtime", "ctime")):
             changed = [side[index] != old[index] for side, old in zip(now, before, strict=True)]
             if changed[0] != changed[1] and now[changed.index(False)][index] < recent_ns:
