@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
 """What training loses while a checkpoint is sealed and uploaded behind it, and what the upload loses to training.
 
-    python bench/interference.py [--gib 10] [--runs 5] [--server-priority idle|normal]
+    python bench/interference.py [--gib 10] [--runs 5] [--threads N] [--train-s 120] [--server-priority idle|normal]
 
-A torch training loop keeps every core busy in a process of its own. Each run does, on fresh data every time:
+A torch training loop keeps --threads cores busy in a process of its own, all of them if not said otherwise. Each run
+does, on fresh data every time:
 
     idle      save --gib as one file, and wait until it is replicated, while nothing else wants the processors
-    training  train alone; pause for the save, as trainers do; train until it is replicated; train alone again
+    training  train alone; pause for the save, as trainers do; train until it is replicated, or for --train-s; train
+              alone again once it is
 
-The slowdown compares steps during the upload with the steps alone before and after it, in the same run; the upload
-keeps pace when it takes no more than 1.5 times as long as on the idle machine. Then the checkpoint is brought back on a
-second store. CPU and memory are the daemon's with its background process; memory is the most of both and of the packs
-between them while it uploads, or of the daemon alone at any time. The S3 server (SeaweedFS)
-runs on this machine too: with --server-priority idle, the default, only with processor time that nobody else wants, so
-that its work is not charged to ckptfs.
+The slowdown compares steps during the upload with the steps alone before and after it, in the same run. The upload's
+pace is what was uploaded a second, sealing included, while it trained and on the idle machine. Then the checkpoint is
+brought back on a second store. CPU and memory are the daemon's with its background process; memory is the most of both
+and of the packs between them while it uploads, or of the daemon alone at any time.
+
+The S3 server (SeaweedFS) runs on this machine too: with --server-priority idle, the default, only with processor time
+that nobody else wants, so that its work is not charged to ckptfs. Where training leaves none, little is uploaded.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ class Results:
     """Share by which a step took longer during the upload."""
     longest_alone_s: list[float] = field(default_factory=list)
     longest_during_s: list[float] = field(default_factory=list)
+    rate: list[float] = field(default_factory=list)
+    """Bytes a second that were sealed and uploaded, while it trained."""
 
 
 def main() -> None:
@@ -70,6 +75,8 @@ def main() -> None:
     options.add_argument("--gib", type=float, default=10, help="size of the checkpoint")
     options.add_argument("--runs", type=int, default=5)
     options.add_argument("--alone-s", type=float, default=30, help="how long to train alone before and after")
+    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the training")
+    options.add_argument("--train-s", type=float, default=120, help="train for at most so long beside the upload")
     options.add_argument("--width", type=int, default=1024, help="of the model: 1024 makes steps of about 0.1 s")
     options.add_argument("--server-priority", choices=("idle", "normal"), default="idle")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
@@ -79,7 +86,7 @@ def main() -> None:
     with machine.workspace(arguments.dir) as work, Seaweed() as server:
         os.environ.update(server.environment())
         priority = machine.make_idle(server.pid) if arguments.server_priority == "idle" else "normal"
-        with training(arguments.width) as trainer:
+        with training(arguments.width, arguments.threads) as trainer:
             for run, side in turns(_SIDES, arguments.runs):
                 seed = 2 * run + _SIDES.index(side)
                 visit(results[side], trainer if side == "training" else None, work, server, size, seed, arguments)
@@ -107,10 +114,15 @@ def visit(
         if trainer:
             trainer.begin()
         with Footprint(pid) as footprint, Clock([pid], children=True) as upload, Clock(server_pids) as serving:
-            if not ckptfs.wait(directory, "replicated", _LONGEST_S):
+            began = time.perf_counter()
+            within = ckptfs.wait(directory, "replicated", arguments.train_s if trainer else _LONGEST_S)
+            seconds = time.perf_counter() - began
+            during = trainer.end() if trainer else []
+            left = ckptfs.status(directory)["pending"]["bytes"]
+            result.rate.append((size - left) / seconds)
+            if not within and not ckptfs.wait(directory, "replicated", _LONGEST_S):
                 raise TimeoutError(f"not replicated after {_LONGEST_S:.0f} s")
         if trainer:
-            during = trainer.end()
             alone += trainer.train(arguments.alone_s)
             result.slowdown.append(statistics.fmean(during) / statistics.fmean(alone) - 1)
             result.longest_alone_s.append(max(alone))
@@ -155,11 +167,11 @@ class Trainer:
 
 
 @contextmanager
-def training(width: int) -> Iterator[Trainer]:
+def training(width: int, threads: int) -> Iterator[Trainer]:
     """A process with the loop, warm and paused."""
     near, far = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_loop, args=(far, width), daemon=True)
+    process = context.Process(target=_loop, args=(far, width, threads), daemon=True)
     process.start()
     far.close()
     trainer = Trainer(near)
@@ -171,10 +183,10 @@ def training(width: int) -> Iterator[Trainer]:
         process.join(10)
 
 
-def _loop(pipe: Connection, width: int) -> None:
+def _loop(pipe: Connection, width: int, threads: int) -> None:
     import torch
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(threads)
     model = torch.nn.TransformerEncoderLayer(width, 16, 4 * width, batch_first=True)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(2, 64, width)
@@ -193,7 +205,8 @@ def _loop(pipe: Connection, width: int) -> None:
 
 def report(results: dict[str, Results], size: int, priority: str, arguments: argparse.Namespace) -> None:
     console.print(f"The S3 server's priority: {priority}")
-    found = table(f"{size / GIB:g} GiB, {arguments.runs} runs", "", *results)
+    title = f"{size / GIB:g} GiB, {arguments.runs} runs, training on {arguments.threads} of {os.cpu_count()} cores"
+    found = table(title, "", *results)
     gigabytes = size / 1e9
     rows = {
         "save, s": "save_s",
@@ -213,7 +226,9 @@ def report(results: dict[str, Results], size: int, priority: str, arguments: arg
     found.add_row("longest step alone, s", "", spread(trained.longest_alone_s))
     found.add_row("longest step during the upload, s", "", spread(trained.longest_during_s))
     found.add_row("steps slowed down by, %", "", spread([100 * each for each in trained.slowdown], 1))
-    pace = statistics.median(trained.upload_s) / statistics.median(results["idle"].upload_s)
+    rates = (spread([rate / 1e6 for rate in each.rate], 0) for each in results.values())
+    found.add_row("uploaded meanwhile, MB/s", *rates)
+    pace = statistics.median(results["idle"].rate) / statistics.median(trained.rate)
     found.add_row("upload's time, x idle", "", f"{pace:.2f}")
     console.print(found)
 

@@ -110,6 +110,9 @@ class Tuning:
     """Backoff of a failing remote: first and largest wait."""
 
 
+NEVER_S = -1.0
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a store remembers."""
@@ -136,9 +139,9 @@ class Settings:
     read_timeout_s: float = 60.0
     """How long somebody who reads what only the remote has waits for it before EIO: longer than a restart of a store or
     of a network takes, shorter than what watches over a job waits."""
-    reclaim_after_s: float | None = None
+    reclaim_after_s: float = 600.0
     """When two files have bytes in common, how long after the newer one was changed the older one gives up its copy
-    here; None: never."""
+    here; `NEVER_S`: never."""
     stop_timeout_s: float = 25.0
     """After SIGTERM, how long to go on draining; Kubernetes and Slurm kill after 30 s."""
     memory_bytes: int | None = None

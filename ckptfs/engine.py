@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from ckptfs.background.caller import Worker
+from ckptfs.config import NEVER_S
 from ckptfs.errors import ContentUnavailable, FileSystemError, RemoteError, RemoteUnusable
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId, stamp_time_s
@@ -104,7 +105,7 @@ class Engine:
         self.filesystem.files.on_reopen = recorder.reopen
         self._reclaimer: Reclaimer | None = None
         after_s = store.settings.reclaim_after_s
-        if after_s is not None and not read_only:
+        if after_s != NEVER_S and not read_only:
             self._reclaimer = Reclaimer(
                 store,
                 self.filesystem.files,

@@ -487,7 +487,7 @@ class OpenFiles:
             self._store.contents.set_image_whole(file.image.id)
             self._store.contents.drop_unneeded_manifests([file.manifest])
         row = self._store.names.inode(file.ino)
-        if os.fstat(file.image.fd).st_mtime_ns != row.mtime_ns:  # else ctime would move, and nobody changed anything yet
+        if os.fstat(file.image.fd).st_mtime_ns != row.mtime_ns:  # ctime moves with it, and nobody changed anything yet
             os.utime(file.image.fd, ns=(row.atime_ns, row.mtime_ns))
         file.manifest = file.content = None
         file.image.present = None

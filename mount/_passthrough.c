@@ -2,11 +2,12 @@
  *
  * Neither knows of passthrough. This module defines fuse_session_mount; loaded with RTLD_GLOBAL before pyfuse3, it is the
  * one that pyfuse3 calls. It mounts as before and then gives libfuse a read and a writev of its own for /dev/fuse
- * (fuse_session_custom_io), which look at five kinds of messages and let all others pass unchanged:
+ * (fuse_session_custom_io), which look at six kinds of messages and let all others pass unchanged:
  *
  *   INIT        the reply accepts what the kernel offers and libfuse does not know
  *   OPEN,       where the upper half of the file handle is not 0, it is a backing id: the operations put it there,
  *   CREATE      and the reply tells the kernel to use that backing file
+ *   OPENDIR     the reply lets the kernel keep the names that it is told, and says whether those it has are still right
  *   FALLOCATE,  answered here, on the backing file; never with ENOSYS, which the kernel would remember for the whole mount
  *   LSEEK       (it asks for the next data or hole only; without a backing file Python knows the answer)
  *
@@ -32,7 +33,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OPEN = 14, INIT = 26, CREATE = 35, FALLOCATE = 43, LSEEK = 46 };
+enum { OPEN = 14, INIT = 26, OPENDIR = 27, CREATE = 35, FALLOCATE = 43, LSEEK = 46 };
 
 struct in_header {
 	uint32_t len, opcode;
@@ -90,6 +91,7 @@ struct backing_map {
 #define PASSTHROUGH (1ull << 37)
 
 #define FOPEN_KEEP_CACHE (1u << 1)
+#define FOPEN_CACHE_DIR (1u << 3)
 #define FOPEN_PASSTHROUGH (1u << 7)
 
 #define BACKING_OPEN _IOW(229, 1, struct backing_map)
@@ -194,7 +196,7 @@ static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
 		int extended = init->flags & INIT_EXT && got >= (ssize_t)(sizeof(*header) + sizeof(*init));
 		session.offered = init->flags | (extended ? (uint64_t)init->flags2 << 32 : 0);
 	}
-	if ((header->opcode == INIT || header->opcode == OPEN || header->opcode == CREATE)
+	if ((header->opcode == INIT || header->opcode == OPEN || header->opcode == OPENDIR || header->opcode == CREATE)
 	    && session.awaiting < MOST_AWAITED) {
 		session.awaited[session.awaiting].unique = header->unique;
 		session.awaited[session.awaiting++].opcode = header->opcode;
@@ -242,6 +244,11 @@ static void complete_open(struct open_out *out)
 	out->backing_id = id;
 }
 
+static void complete_opendir(struct open_out *out)
+{
+	out->open_flags |= FOPEN_CACHE_DIR | (out->fh >> 32 ? FOPEN_KEEP_CACHE : 0);
+}
+
 static ssize_t write_reply(int fd, struct iovec *parts, int count, void *data)
 {
 	(void)data;
@@ -252,6 +259,8 @@ static ssize_t write_reply(int fd, struct iovec *parts, int count, void *data)
 		size_t size = parts[1].iov_len, before = opcode == CREATE ? ENTRY_OUT_SIZE : 0;
 		if (opcode == INIT && size >= sizeof(struct init_out))
 			complete_init((struct init_out *)body);
+		else if (opcode == OPENDIR && size >= sizeof(struct open_out))
+			complete_opendir((struct open_out *)body);
 		else if (opcode != INIT && size >= before + sizeof(struct open_out))
 			complete_open((struct open_out *)(body + before));
 	}

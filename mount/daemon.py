@@ -74,6 +74,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _LARGE_BYTES = 8 << 20  # packs; chunks, which are smaller, are better kept for the next
 _ANSWERS_S = 10.0  # for control clients to read the summary
 
+
 class Daemon:
     """One mount, from its checks to its end. Built once the store is open; see `run`."""
 
@@ -176,7 +177,7 @@ class Daemon:
             ),
         )
         if self._engine.replica is not None:
-            self._engine.replica.on_remote_change = operations.content_changed
+            self._engine.replica.on_remote_change = operations.changed_elsewhere
         self._passthrough.prepare()
         answer_seeks(operations.seek)
         self._engine.filesystem.files.backing = self._passthrough
@@ -222,8 +223,11 @@ class Daemon:
                     self._end_loop()
                 else:
                     self._stopping = True
-                    log.warning("%s: serving on for up to %.0f s; a second one stops at once",
-                                name, self._settings.stop_timeout_s)
+                    log.warning(
+                        "%s: serving on for up to %.0f s; a second one stops at once",
+                        name,
+                        self._settings.stop_timeout_s,
+                    )
                     nursery.start_soon(self._stop_gently)
 
     async def _stop_gently(self) -> None:
@@ -393,11 +397,7 @@ def _settle(store: Store, order: Order) -> BoundStore | None:
         owner_ids(order.owner)
     remote = _meet(store, url, order) if url is not None else None
     root = os.geteuid() == 0
-    changes: dict[str, Any] = {
-        name: value
-        for name in REMEMBERED
-        if (value := getattr(order, name)) is not None
-    }
+    changes: dict[str, Any] = {name: value for name in REMEMBERED if (value := getattr(order, name)) is not None}
     if first:
         changes = {"owner": "stored" if root else "mine", "allow_other": root, **changes}
     wanted = dataclasses.replace(known, remote=url, **changes)

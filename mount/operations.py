@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +25,7 @@ from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 
 from .errnos import replies
-from .passthrough import KERNEL, direct_maps, kernel_handle, own_handle
+from .passthrough import KERNEL, direct_maps, directory_handle, kernel_handle, own_handle
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ _BLOCK_BYTES, _COLD_BLOCK_BYTES = 128 << 10, 4 << 10
 """Buffer that programs should use: smaller ones make buffered writes cost more requests. But torch reads this much for
 each ZIP record's header, which must not be fetched in vain where a file's bytes are elsewhere."""
 _LISTED_AT_ONCE = _FORGOTTEN_AT_ONCE = 64
+_FORGET_AFTER_S = 0.02
 STATE_XATTR = b"user.ckptfs.state"
 STORE_XATTR = b"user.ckptfs.store"
 
@@ -61,11 +63,15 @@ class Operations(pyfuse3.Operations):
         self._options = options
         self._listings: dict[int, tuple[Inode, list[tuple[bytes, Inode]] | None]] = {}
         self._next_listing = 1
+        self._listed_at: dict[Inode, float] = {}
+        """When the kernel was last told the names of a directory, and with them what they are."""
         self._content_seen: set[Inode] = set()
+        self._forgotten: list[tuple[Inode, int]] = []
 
-    def content_changed(self, ino: Inode) -> None:
-        """Another writer changed the content of *ino*: pages the kernel kept are stale at the next open."""
+    def changed_elsewhere(self, ino: Inode) -> None:
+        """Another writer changed the bytes of a file or a name in a directory: the next open must not find what was."""
         self._content_seen.discard(ino)
+        self._listed_at.pop(ino, None)
 
     # Names
 
@@ -74,24 +80,29 @@ class Operations(pyfuse3.Operations):
         return self._entry(await self._fs.lookup(Inode(parent_inode), name), pin=name not in (b".", b".."))
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
-        forgotten = [(Inode(ino), count) for ino, count in inode_list]
-        self._content_seen.difference_update(ino for ino, _ in forgotten)
-        for start in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
-            if start:
-                await trio.lowlevel.checkpoint()
+        """Nobody waits for it: what comes within a moment is done together, and not before what somebody waits for."""
+        self._forgotten += [(Inode(ino), count) for ino, count in inode_list]
+        if len(self._forgotten) > len(inode_list):
+            return  # somebody is at it
+        await trio.sleep(_FORGET_AFTER_S)
+        while self._forgotten:
+            some = self._forgotten[:_FORGOTTEN_AT_ONCE]
+            for ino, _ in some:
+                self._content_seen.discard(ino)
+                self._listed_at.pop(ino, None)
             try:
-                self._fs.unpin(forgotten[start : start + _FORGOTTEN_AT_ONCE])
-            except Exception:  # nobody waits for an answer, and pyfuse3 would end the mount
+                self._fs.unpin(some)
+            except Exception:  # pyfuse3 would end the mount
                 log.exception("forgetting inodes failed")
+            await trio.lowlevel.checkpoint()
+            del self._forgotten[: len(some)]
 
     @replies
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: RequestContext) -> EntryAttributes:
         return self._entry(await self._fs.mkdir(Inode(parent_inode), name, mode, _caller(ctx)))
 
     @replies
-    async def mknod(
-        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext
-    ) -> EntryAttributes:
+    async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: RequestContext) -> EntryAttributes:
         return self._entry(await self._fs.mknod(Inode(parent_inode), name, mode, rdev, _caller(ctx)))
 
     @replies
@@ -248,18 +259,21 @@ class Operations(pyfuse3.Operations):
         fh = self._next_listing
         self._next_listing += 1
         self._listings[fh] = (Inode(inode), None)
-        return fh
+        listed_s = time.monotonic() - self._listed_at.get(Inode(inode), -math.inf)
+        return directory_handle(fh, keep=listed_s < self._options.cache_s)
 
     @replies
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
         """Entries as they were when the listing began, less what is gone since: nothing twice, nothing skipped.
 
         An answer is also a lookup: a name that means something else by now must not be answered from the old listing.
+        The kernel keeps the names for as long as what it learned of each, unless one is changed through it.
         """
-        ino, names = self._listings[fh]
+        ino, names = self._listings[own_handle(fh)]
         if names is None or start_id == 0:
             names = await self._fs.entries(ino)
-            self._listings[fh] = (ino, names)
+            self._listings[own_handle(fh)] = (ino, names)
+            self._listed_at[ino] = time.monotonic()
         dots = (b".", b"..")
         for index, name in enumerate(dots[start_id:], start_id + 1):  # the kernel does not count these as lookups
             attributes = await self._fs.lookup(ino, name)
@@ -278,7 +292,7 @@ class Operations(pyfuse3.Operations):
 
     @replies
     async def releasedir(self, fh: int) -> None:
-        del self._listings[fh]
+        del self._listings[own_handle(fh)]
 
     @replies
     async def fsyncdir(self, fh: int, datasync: bool) -> None:

@@ -135,8 +135,16 @@ def kernel_handle(fh: int, backing: int | None) -> int:
     return fh if backing is None else backing << _HANDLE_BITS | fh
 
 
+def directory_handle(fh: int, *, keep: bool) -> int:
+    """An open directory's handle as the kernel gets it. With *keep* it lists the names it kept, if it kept them all.
+
+    Without the C module the kernel keeps none.
+    """
+    return keep << _HANDLE_BITS | fh
+
+
 def own_handle(fh: int) -> int:
-    """The reverse of `kernel_handle`."""
+    """The reverse of `kernel_handle` and `directory_handle`."""
     return fh & (1 << _HANDLE_BITS) - 1
 
 

@@ -5,9 +5,10 @@ AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL for stores other than AWS. Every request
 signed goes stale while it waits. Threads share one client; `refresh_credentials`, and a change of the profile's files,
 swap it for a new one, and requests on their way end with the old one.
 
-An upload is verified by what the store says about it: on AWS the CRC32 that it computed (an ETag is no MD5 there when
-the bucket encrypts with KMS), elsewhere the ETag when it is the MD5. Either travels with the request too, so that a
-store refuses a body that changed on its way. Bodies go to the socket in steps: a pack is not copied whole.
+An upload is verified by what the store says about it: the CRC32 that it computed, on AWS (an ETag is no MD5 there when
+the bucket encrypts with KMS) and wherever a store answers with it; else the ETag when it is the MD5, which takes six
+times as long. Either travels with the request too, so that a store refuses a body that changed on its way. Bodies go to
+the socket in steps: a pack is not copied whole.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ class S3Store:
         self._environment = dict(os.environ if environment is None else environment)
         self._refreshing = threading.Lock()
         self._conditional: bool | None = None  # whether If-None-Match: * is honoured; None until tried
+        self._crc32: bool | None = None  # whether a store that is not AWS answers with CRC32s; None until tried
         self._bulk_delete = True  # False once the store refused DeleteObjects
         self._client, self._patient, self._on_aws = self._connect(self._environment)
 
@@ -146,7 +148,8 @@ class S3Store:
             merged = {**kept, **{name: value for name, value in environment.items() if name.startswith("AWS_")}}
             client, patient, on_aws = self._connect(merged)
             if client.meta.endpoint_url != self._client.meta.endpoint_url:
-                self._conditional, self._bulk_delete = None, True  # another store, with abilities of its own
+                # Another store, with abilities of its own.
+                self._conditional, self._crc32, self._bulk_delete = None, None, True
             self._client, self._patient, self._on_aws = client, patient, on_aws
             self._environment = merged
 
@@ -284,19 +287,34 @@ class S3Store:
 
     def _put(self, key: str, body: memoryview, **condition: str) -> bool:
         """One PUT; whether the store's checksum of it equals ours."""
-        if self._on_aws:
-            crc32 = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
-            answer = self._call(
-                "put_object", key, Key=self._prefix + key, Body=_Body(body), ChecksumCRC32=crc32, **condition
-            )
-            return bool(answer.get("ChecksumCRC32") == crc32)
-        md5 = hashlib.md5(body, usedforsecurity=False)
-        content_md5 = base64.b64encode(md5.digest()).decode()
-        answer = self._call(
-            "put_object", key, Key=self._prefix + key, Body=_Body(body), ContentMD5=content_md5, **condition
-        )
-        # Another ETag says nothing: not every store, nor every kind of encryption, makes it the MD5.
-        return str(answer.get("ETag", "")).strip('"').lower() == md5.hexdigest()
+        if self._on_aws or self._crc32:
+            return self._put_with(key, body, _crc32(body), **condition)
+        if self._crc32 is None and len(body) > _LARGE_PUT:
+            return self._try_crc32(key, body, **condition)
+        return self._put_with(key, body, _md5(body), **condition)
+
+    def _try_crc32(self, key: str, body: memoryview, **condition: str) -> bool:
+        """Learn, once, whether the store answers with CRC32s: a PUT with both, and another where that is refused."""
+        crc32, md5 = _crc32(body), _md5(body)
+        try:
+            answer = self._send(key, body, crc32 | md5, **condition)
+        except ObjectExists:
+            raise
+        except RemoteError as error:
+            if error.temporary and not isinstance(error, RemoteForbidden):  # a proxy may drop a header that was signed
+                raise
+            verified = self._put_with(key, body, md5, **condition)  # raises where it was not the header
+            log.info("%s takes no CRC32 (%s); uploads carry MD5", self.url, error)
+            self._crc32 = False
+            return verified
+        self._crc32 = _agrees(answer, crc32)
+        return self._crc32 or _agrees(answer, md5)
+
+    def _put_with(self, key: str, body: memoryview, checksum: dict[str, str], **condition: str) -> bool:
+        return _agrees(self._send(key, body, checksum, **condition), checksum)
+
+    def _send(self, key: str, body: memoryview, checksums: dict[str, str], **condition: str) -> Any:
+        return self._call("put_object", key, Key=self._prefix + key, Body=_Body(body), **checksums, **condition)
 
     def _try_condition(self, key: str, body: memoryview) -> None:
         """Learn, once, whether the store honours If-None-Match or ignores it silently and replaces objects.
@@ -485,6 +503,24 @@ class _Body:
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max(0, offset + (0, self._at, len(self._data))[whence])
         return self._at
+
+
+def _crc32(body: memoryview) -> dict[str, str]:
+    return {"ChecksumCRC32": base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()}
+
+
+def _md5(body: memoryview) -> dict[str, str]:
+    return {"ContentMD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
+
+
+def _agrees(answer: Mapping[str, Any], checksum: Mapping[str, str]) -> bool:
+    """Whether the answer to a PUT with *checksum* shows that the store computed the same.
+
+    Another ETag says nothing: not every store, nor every kind of encryption, makes it the MD5.
+    """
+    if "ChecksumCRC32" in checksum:
+        return bool(answer.get("ChecksumCRC32") == checksum["ChecksumCRC32"])
+    return str(answer.get("ETag", "")).strip('"').lower() == base64.b64decode(checksum["ContentMD5"]).hex()
 
 
 def _add_md5(params: dict[str, Any], **_: object) -> None:

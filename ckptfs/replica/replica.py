@@ -119,9 +119,7 @@ class Replica:
         )
         self.tombstones = TombstoneCollector(store, self.follower)
         self.room = Room(store.path, lambda: files().is_saving())
-        self.hydrator = Hydrator(
-            store.catalog, store.images, remote, tuning, self.room, read_timeout_s=read_timeout_s
-        )
+        self.hydrator = Hydrator(store.catalog, store.images, remote, tuning, self.room, read_timeout_s=read_timeout_s)
         self.recorder = Recorder(self.hydrator, lambda: files().sparse_images())
         self.evictor = Evictor(
             store,
@@ -133,7 +131,7 @@ class Replica:
             newest_set=self._newest_safe_files,
         )
         self.on_remote_change: Callable[[Inode], None] = lambda ino: None
-        """Called with an inode whose content another writer replaced: cached pages are stale."""
+        """Called with a file whose bytes, or a directory of which a name, another writer changed."""
         self.logs.on_sealed = lambda ino, unchanged: self.settler.sealed(ino, provisional=True, unchanged=unchanged)
         self.logs.forget_writes = lambda ino: files().forget_writes(ino)
         self.logs.release = self.release_image
@@ -231,9 +229,7 @@ class Replica:
         unanswered: str | None = f"{self.url}: no answer within {_RECOGNISE_S:.0f} s"
         with trio.move_on_after(_RECOGNISE_S):
             try:
-                await trio.to_thread.run_sync(
-                    self._remote.recognise, limiter=self._recognising, abandon_on_cancel=True
-                )
+                await trio.to_thread.run_sync(self._remote.recognise, limiter=self._recognising, abandon_on_cancel=True)
                 unanswered = None
             except RemoteError as error:
                 unanswered = str(error)
@@ -301,9 +297,7 @@ class Replica:
     @property
     def last_error(self) -> str | None:
         """What failed last and was not done since: publishing, following, reading, or asking which remote it is."""
-        return (
-            self.publisher.last_error or self.follower.last_error or self.hydrator.last_error or self._unanswered
-        )
+        return self.publisher.last_error or self.follower.last_error or self.hydrator.last_error or self._unanswered
 
     @property
     def remote_bytes(self) -> int:
@@ -385,6 +379,8 @@ class _MergeNews:
         self._replica = replica
 
     def changed(self, parent: Inode | None, name: bytes | None, ino: Inode | None, content: bool) -> None:
+        if parent is not None:
+            self._replica.on_remote_change(parent)
         if ino is not None and content:
             self._replica.files().content_replaced(ino)
             self._replica.on_remote_change(ino)

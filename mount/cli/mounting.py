@@ -23,7 +23,7 @@ from ckptfs.local.probe import Probe, probe
 from .. import mountpoint as mounts
 from .. import placement
 from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter, owner_ids
-from .output import DURATION, JSON, SIZE, parts, size, size_option
+from .output import DURATION, DURATION_OR_NEVER, JSON, SIZE, parts, size, size_option
 from .waiting import Waiting, interruptible
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
@@ -100,8 +100,8 @@ def _check_read_timeout(ctx: click.Context, parameter: click.Parameter, seconds:
 )
 @click.option(
     "--reclaim-after",
-    type=DURATION,
-    help="So long after a file was saved, earlier ones give up what they have in common with it here [never].",
+    type=DURATION_OR_NEVER,
+    help="So long after a file was saved, earlier ones give up what they have in common with it here; or never [10m].",
 )
 @click.option("--stop-timeout", type=DURATION, help="After SIGTERM, serve and upload for at most this long [25s].")
 @click.option(
@@ -192,9 +192,7 @@ def umount(mountpoint: str, wait: bool, as_json: bool) -> None:
     """
     mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
     if mounts.clear_dead(mountpoint):
-        why = (
-            f"its daemon was killed; what was pending is in its store: `ckptfs mount {mountpoint}` goes on with it"
-        )
+        why = f"its daemon was killed; what was pending is in its store: `ckptfs mount {mountpoint}` goes on with it"
         sys.exit(_tell_end_without_daemon(mountpoint, why, as_json))
     found = mounts.mounted_at(mountpoint)
     if found is None or found.type != CKPTFS_TYPE:
@@ -317,15 +315,14 @@ def _examine(store: Path, force: bool) -> None:
         found: Probe = probe(store)
     except OSError as error:
         if error.errno == errno.ENOSPC and placement.is_store(store):  # it was examined before, and keeps a reserve
-            click.echo(f"warning: the disk of the store {store} is full: nothing can be saved until there is room",
-                       err=True)
+            click.echo(
+                f"warning: the disk of the store {store} is full: nothing can be saved until there is room", err=True
+            )
             return
         raise StoreError(f"the store {store} cannot be used: {error.strerror}") from error
     if found.refusal is not None and not force:
         raise StoreError(f"the store {store}: {found.refusal}; choose another (--store), or insist with --force")
-    click.echo(
-        f"store   {store} ({found.filesystem}, {size(found.free_bytes)} free of {size(found.total_bytes)})"
-    )
+    click.echo(f"store   {store} ({found.filesystem}, {size(found.free_bytes)} free of {size(found.total_bytes)})")
     for warning in (*found.warnings, *([found.refusal] if found.refusal else [])):
         click.echo(f"warning: {warning}", err=True)
 

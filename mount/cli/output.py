@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckptfs.config import NEVER_S
+
 if TYPE_CHECKING:
     _ParamType = click.ParamType[float]
     _IntType = click.ParamType[int]
@@ -33,6 +35,13 @@ class Duration(_ParamType):
         if match is None:
             self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h", param, ctx)
         return float(match[1]) * _UNITS[match[2]]
+
+
+class DurationOrNever(Duration):
+    """A duration, or 'never': `ckptfs.config.NEVER_S`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        return NEVER_S if value == "never" else super().convert(value, param, ctx)
 
 
 class Size(_IntType):
@@ -69,6 +78,7 @@ _WIDE = 10_000
 """Columns of a terminal on which no table is cut."""
 
 DURATION = Duration()
+DURATION_OR_NEVER = DurationOrNever()
 SIZE = Size()
 SHARE = Share()
 

@@ -347,7 +347,7 @@ def test_store_without_conditional_put(store: S3Store, s3_proxy: FaultProxy) -> 
 
 def test_store_that_ignores_conditions(store: S3Store, s3_proxy: FaultProxy) -> None:
     """A store that takes If-None-Match for nothing is found out before it replaces an object."""
-    s3_proxy.faults = Faults(ignore_condition=Credentials(ACCESS_KEY, SECRET_KEY))
+    s3_proxy.faults = Faults(hidden_with=Credentials(ACCESS_KEY, SECRET_KEY))
     store.put("taken", b"theirs")
     with pytest.raises(ObjectExists):
         store.put("taken", b"ours", if_absent=True)
@@ -356,6 +356,54 @@ def test_store_that_ignores_conditions(store: S3Store, s3_proxy: FaultProxy) -> 
         with pytest.raises(ObjectExists):
             store.put(key, b"two", if_absent=True)
     assert (store.get("head"), store.get("taken")) == (b"one", b"theirs")
+
+
+CRC32 = "x-amz-checksum-crc32"
+LARGE = os.urandom(2 << 20)
+
+
+def without(header: str) -> Faults:
+    """Whatever comes with *header* is refused."""
+    return Faults(error_share=1.0, error=(400, "InvalidArgument"), error_header=header)
+
+
+def test_store_that_answers_with_crc32(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """Once a large object showed that the store computes CRC32s, nothing is sent with an MD5 any more."""
+    assert store.put("large", LARGE)
+    s3_proxy.faults = without("Content-MD5")
+    assert store.put("larger", LARGE + DATA)
+    assert store.put("small", DATA, if_absent=True)
+    assert store.get("larger") == LARGE + DATA
+
+
+def test_store_that_refuses_crc32(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A store that takes no CRC32 is asked once; its objects go with MD5, and are verified all the same."""
+    s3_proxy.faults = without(CRC32)
+    assert store.put("large", LARGE)
+    assert s3_proxy.counts["PUT"].requests == 2
+    assert store.put("larger", LARGE + DATA)
+    assert s3_proxy.counts["PUT"].requests == 3
+    assert store.get("large") == LARGE
+
+
+def test_store_that_ignores_crc32(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """A store that says nothing of the CRC32 gets none from then on."""
+    s3_proxy.faults = Faults(hidden_header=CRC32, hidden_with=Credentials(ACCESS_KEY, SECRET_KEY))
+    assert store.put("large", LARGE)
+    s3_proxy.faults = without(CRC32)
+    assert store.put("larger", LARGE)
+
+
+def test_refused_for_another_reason(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """What the store refuses whatever is sent along is the error; a passing one leaves open what the store can."""
+    s3_proxy.faults = Faults(error_share=1.0, error=(403, "AccessDenied"), methods=PUT)
+    fails(lambda: store.put("large", LARGE), RemoteForbidden, temporary=True)
+    s3_proxy.faults = Faults(error_share=1.0, error=(503, "SlowDown"), methods=PUT)
+    fails(lambda: store.put("large", LARGE), RemoteError, temporary=True)
+    s3_proxy.heal()
+    assert store.put("large", LARGE)
+    s3_proxy.faults = without("Content-MD5")
+    assert store.put("larger", LARGE)
 
 
 def test_store_without_bulk_delete(store: S3Store, s3_proxy: FaultProxy) -> None:

@@ -38,12 +38,13 @@ class Instants:
         return self.count
 
 
-def save_until(stop: threading.Event, promises: Promises, chance: random.Random) -> None:
+def save_until(stop: threading.Event, promises: Promises, chance: random.Random, frozen: bytes) -> None:
+    """Checkpoints, logs and pointers, and renames; what is long begins with what is *frozen*."""
     step = 0
     while not stop.is_set():
         step += 1
         fsync = chance.random() < 0.3
-        data = chance.randbytes(chance.randrange(400_000))
+        data = frozen + chance.randbytes(chance.randrange(400_000))
         match chance.randrange(5):
             case 0:
                 promises.write(f"file-{chance.randrange(10)}", data, fsync=fsync)
@@ -64,7 +65,8 @@ def save_until(stop: threading.Event, promises: Promises, chance: random.Random)
             promises.rest(time.sleep)
 
 
-def cuts_power(tmp_path: Path, cuts: int, seed: int) -> None:
+def cuts_power(tmp_path: Path, cuts: int, seed: int, *options: str, frozen: bytes = b"") -> None:
+    """With something *frozen*, files that share it give up their copies, if *options* say so."""
     chance, stop = random.Random(seed), threading.Event()
     instants = Instants()
     with reflinked_disk(tmp_path, 512) as disk, Site(tmp_path) as site:
@@ -72,10 +74,10 @@ def cuts_power(tmp_path: Path, cuts: int, seed: int) -> None:
         site.store = disk.top / "store"
         site.store.mkdir(mode=0o700)
         (site.store / "settings.json").write_text(json.dumps({"tuning": TUNING}))
-        site.mount("--remote", f"file://{disk.top}/remote", "--settle", "50ms")
+        site.mount("--remote", f"file://{disk.top}/remote", "--settle", "50ms", *options)
         os.sync()
         promises = Promises(site.mountpoint, instants, UNASKED_S)
-        saver = threading.Thread(target=save_until, args=(stop, promises, chance))
+        saver = threading.Thread(target=save_until, args=(stop, promises, chance, frozen))
         saver.start()
         try:
             for cut in range(cuts):
@@ -88,8 +90,15 @@ def cuts_power(tmp_path: Path, cuts: int, seed: int) -> None:
         finally:
             stop.set()
             saver.join(60)
+        if frozen:
+            until(lambda: has_holes(site.store / "images"), "a file to give up what another has")
         site.umount()
         assert problems(site.store) == []
+
+
+def has_holes(images: Path) -> bool:
+    found = (path.stat() for path in images.rglob("*") if path.is_file())
+    return any(status.st_blocks * 512 < status.st_size // 2 for status in found)
 
 
 @pytest.mark.timeout(90)
@@ -103,6 +112,23 @@ def test_the_power_is_cut_for_the_kernel_too(tmp_path: Path) -> None:
 def test_the_power_is_cut_for_the_kernel_many_times(tmp_path: Path) -> None:
     """The same CKPTFS_DISK_CUTS times (100)."""
     cuts_power(tmp_path, int(os.environ.get("CKPTFS_DISK_CUTS", "100")), seed=2)
+
+
+RECLAIM = ("--reclaim-after", "0s")
+FROZEN = random.Random(7).randbytes(600_000)
+
+
+@pytest.mark.timeout(120)
+def test_the_power_is_cut_while_copies_are_given_up(tmp_path: Path) -> None:
+    """Four times while checkpoints share most of their bytes, and all but the newest give them up at once."""
+    cuts_power(tmp_path, 4, 3, *RECLAIM, frozen=FROZEN)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_power_is_cut_many_times_while_copies_are_given_up(tmp_path: Path) -> None:
+    """The same CKPTFS_DISK_CUTS times (100)."""
+    cuts_power(tmp_path, int(os.environ.get("CKPTFS_DISK_CUTS", "100")), 4, *RECLAIM, frozen=FROZEN)
 
 
 @pytest.mark.timeout(90)

@@ -72,6 +72,30 @@ def unlink(d: Side) -> None:
 
 
 @case
+def listed_again(d: Side) -> None:
+    """The kernel may keep the names it was told: what changes them, here or in another process, shows at once."""
+    os.mkdir(d.path("d"))
+    fd = d.open("d", os.O_RDONLY | os.O_DIRECTORY)
+    for number in range(300):
+        d.write_file(f"d/{number}", b"")
+    for change in (
+        lambda: None,
+        lambda: os.unlink(d.path("d/7")),
+        lambda: d.write_file("d/new", b"1"),
+        lambda: os.rename(d.path("d/new"), d.path("d/newer")),
+        lambda: os.rename(d.path("d/8"), d.path("8")),
+        lambda: os.rename(d.path("8"), d.path("d/9")),
+        lambda: os.mkdir(d.path("d/directory")),
+        lambda: os.link(d.path("d/10"), d.path("d/link")),
+        lambda: d.as_user("another process", lambda side: side.write_file("d/theirs", b""), uid=0, gid=0),
+    ):
+        change()
+        for _ in range(2):
+            d.names("d")
+            d.attempt("list what is open", lambda: sorted(os.listdir(fd)))
+
+
+@case
 def a_removed_directory_that_is_still_open(d: Side) -> None:
     os.mkdir(d.path("gone"))
     fd = d.open("gone", os.O_RDONLY | os.O_DIRECTORY)

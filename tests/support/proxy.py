@@ -69,8 +69,10 @@ class Faults:
     """... or of each GET's answer."""
     drop_answer: bool = False
     """Break the connection once the server has answered, without passing the answer on."""
-    ignore_condition: Credentials | None = None
-    """Hide If-None-Match from the server, as if it did not know it; the request is signed anew with these."""
+    hidden_header: str = "if-none-match"
+    """Hide this header, in lower case, from the server, as if it did not know it; ..."""
+    hidden_with: Credentials | None = None
+    """... the request is signed anew with these. None: hide nothing."""
 
 
 @dataclass
@@ -312,15 +314,15 @@ class _Handler(BaseHTTPRequestHandler):
             yield block
 
     def _headers(self, faults: Faults) -> list[tuple[str, str]]:
-        if faults.ignore_condition is None or "If-None-Match" not in self.headers:
+        if faults.hidden_with is None or faults.hidden_header not in self.headers:
             return list(self.headers.items())
         kept = {
             name: value
             for name, value in self.headers.items()
-            if name.lower() not in ("if-none-match", "authorization", "x-amz-date")
+            if name.lower() not in (faults.hidden_header, "authorization", "x-amz-date")
         }
         request = AWSRequest(self.command, f"http://{self.headers['Host']}{self.path}", headers=kept)
-        _Resign(faults.ignore_condition, "s3", "us-east-1").add_auth(request)
+        _Resign(faults.hidden_with, "s3", "us-east-1").add_auth(request)
         return list(request.headers.items())
 
     def _pass_on(self, response: http.client.HTTPResponse, faults: Faults, changed: threading.Event) -> None:
