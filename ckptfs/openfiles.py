@@ -403,7 +403,7 @@ class OpenFiles:
     # Within
 
     async def _acquire(self, ino: Inode) -> OpenFile:
-        while reserved := self._reserved.get(ino):
+        while (reserved := self._reserved.get(ino)) is not None:
             await reserved.wait()
         file = self._files.get(ino)
         if file and not file.detached:

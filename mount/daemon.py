@@ -325,7 +325,6 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
     os.chdir("/")  # never keep a directory, least of all our own mount, busy
     os.umask(0o077)
     _raise_descriptor_limit()
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # somebody opened an image in the instant in which we had a lease on it
     try:
         store = Store.open(Path(order.store))
     except (CkptfsError, OSError) as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -82,7 +81,6 @@ def work_on(
 
     Raises StoreError when the store is in use or damaged, RemoteError when *needs_remote* and it cannot be had.
     """
-    signal.signal(signal.SIGIO, signal.SIG_IGN)  # as in the daemon: leases on images
     store = Store.open(path, create=False)
     try:
         first(store)

@@ -6,8 +6,8 @@ granted only while nobody has it open for writing, map or descriptor (fcntl(2), 
 nobody has it open at all but by the one descriptor that asks. Seen to be correct on ext4,
 xfs, btrfs and tmpfs; overlayfs grants it while the file is mapped, but offers no passthrough either.
 
-The lease is given back at once. Who opens the file in between waits for just that long, and the holder is sent SIGIO,
-which ends a process that does not ignore it: ignore it first (the daemon does when it offers passthrough).
+The lease is given back at once. Who opens the file in between waits for just that long, and the holder is sent a
+signal: not SIGIO, which ends a process that does not expect it, but one that is ignored if nobody asked for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def work_in(directory: Path) -> bool:
 
 
 def _granted(fd: int, kind: int) -> bool:
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
     except OSError as error:

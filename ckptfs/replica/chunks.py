@@ -139,16 +139,18 @@ class ChunkFetcher:
     async def _from_disk(self, wanted: Wanted, image: ImageId | None, fd: int | None) -> Outcome | None:
         """What became of copying a chunk from any image but *image*; None when none has it."""
         tried: list[Location] = []
-        while place := self._place(wanted, image, tried):  # asked anew each time: bytes move when files are written
-            tried.append(place)
-            outcome = await trio.to_thread.run_sync(self._copy_blocking, wanted, place, fd, limiter=self._copies)
-            if not isinstance(outcome.error, FormatError):
-                return outcome
-            log.error(
-                "chunk %s at %d of image %016x is not what was recorded; its row goes: %s",
-                wanted.chunk.id.hex(), place.offset, place.image, outcome.error,
-            )  # fmt: skip
-            self._contents.drop_location(wanted.chunk.id, place)
+        async with self._copies:  # its turn first, then the place: bytes move when files are written or give up copies
+            while place := self._place(wanted, image, tried):
+                tried.append(place)
+                outcome = await trio.to_thread.run_sync(self._copy_blocking, wanted, place, fd)
+                if not isinstance(outcome.error, FormatError):
+                    return outcome
+                if place in self._contents.locations(wanted.chunk.id):
+                    log.error(
+                        "chunk %s at %d of image %016x is not what was recorded; its row goes: %s",
+                        wanted.chunk.id.hex(), place.offset, place.image, outcome.error,
+                    )  # fmt: skip
+                    self._contents.drop_location(wanted.chunk.id, place)
         return None
 
     def _copy_blocking(self, wanted: Wanted, place: Location, fd: int | None) -> Outcome:

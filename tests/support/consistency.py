@@ -58,7 +58,8 @@ def _images(db: sqlite3.Connection, store: Path) -> Iterator[str]:
     for path in (store / "lost+found").glob("*"):
         yield f"{path.name} is in lost+found"
     needed = {row[0] for row in db.execute("SELECT image FROM inode UNION SELECT image FROM cut_entry")}
-    for image in rows - needed:
+    donors = {row[0] for row in db.execute("SELECT DISTINCT l.image FROM location l JOIN reclaimed USING (chunk)")}
+    for image in rows - needed - donors:
         yield f"image {image:016x} is needed by nobody"
     for image in needed - rows - {None}:
         yield f"image {image:016x} is needed and has no row"

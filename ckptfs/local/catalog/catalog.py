@@ -75,6 +75,7 @@ class Catalog:
         except sqlite3.DatabaseError as error:
             raise StoreError(f"{path} is not a usable catalog: {error}") from error
         self._transaction = _Transaction(self.db, path, self._begin)
+        self._last_inode = 0
         self._wal = os.open(f"{path}-wal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # Closed after the connection: closing any descriptor of the file earlier would drop SQLite's locks.
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -92,6 +93,21 @@ class Catalog:
     def commits(self) -> int:
         """Counts commits, so that the sync thread sees whether there is anything new."""
         return self._transaction.commits
+
+    def new_inode(self) -> int:
+        """A number for a new inode, which none has had that anything still remembers.
+
+        SQLite itself would give the number of the newest inode again as soon as that is gone. But a cut names inodes of
+        its own time, and what is known of a directory once it is published must not become that of a file.
+        """
+        if not self._last_inode:
+            (self._last_inode,) = self.db.execute(
+                "SELECT coalesce(max(number), 1) FROM (SELECT max(ino) AS number FROM inode"
+                " UNION ALL SELECT max(ino) FROM cut_entry UNION ALL SELECT max(dir) FROM cut_dir"
+                " UNION ALL SELECT max(dir) FROM source UNION ALL SELECT max(old) FROM replaced)"
+            ).fetchone()
+        self._last_inode += 1
+        return self._last_inode
 
     def sync_wal(self) -> None:
         """Make every commit so far survive a power cut. Safe to call from any thread.

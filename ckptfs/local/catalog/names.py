@@ -87,13 +87,13 @@ class Names:
         with self._catalog.transaction() as db:
             row = db.execute("SELECT file_id FROM inode WHERE ino = ?", (ino,)).fetchone()
             db.execute("UPDATE inode SET file_id = ? WHERE ino = ?", (new_file_id(), ino))
-            cursor = db.execute(
-                "INSERT INTO inode (file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, target,"
-                " image, manifest, changed) SELECT ?, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns,"
-                " target, image, manifest, changed FROM inode WHERE ino = ?",
-                (row[0], ino),
+            new = Inode(self._catalog.new_inode())
+            db.execute(
+                "INSERT INTO inode (ino, file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns,"
+                " target, image, manifest, changed) SELECT ?, ?, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns,"
+                " ctime_ns, target, image, manifest, changed FROM inode WHERE ino = ?",
+                (new, row[0], ino),
             )
-            new = Inode(cursor.lastrowid or 0)
             db.execute("UPDATE dirent SET ino = ? WHERE ino = ?", (new, ino))
             db.execute("UPDATE xattr SET ino = ? WHERE ino = ?", (new, ino))
             db.execute("UPDATE inode SET nlink = 0, image = NULL, manifest = NULL WHERE ino = ?", (ino,))
@@ -126,10 +126,12 @@ class Names:
     ) -> Inode:
         """A new inode without a name. A directory starts with nlink 2, anything else with 1 (or *nlink*)."""
         with self._catalog.transaction() as db:
-            cursor = db.execute(
-                "INSERT INTO inode (file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, target,"
-                " image, manifest, changed, expanded, dirty) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            ino = Inode(self._catalog.new_inode())
+            db.execute(
+                "INSERT INTO inode (ino, file_id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns,"
+                " target, image, manifest, changed, expanded, dirty) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 (
+                    ino,
                     file_id or new_file_id(),
                     mode,
                     uid,
@@ -148,7 +150,7 @@ class Names:
                     dirty,
                 ),
             )
-            return Inode(cursor.lastrowid or 0)
+            return ino
 
     def update_inode(self, ino: Inode, **columns: object) -> None:
         """Set *columns* of one inode. Column names are ours, never a user's."""
