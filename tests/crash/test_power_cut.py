@@ -136,21 +136,19 @@ class Run:
 
 def after(left: Path, promises: Promises, position: int, until: int | None = None) -> list[str]:
     """Everything that is wrong with what is *left* on the disk; for the others see `Promises.check`."""
+    replicated = (left / "remote").is_dir()
     wrong = unreachable(left / "remote")
     found: list[dict[str, bytes | None]] = []
 
     async def mount() -> None:
         store = Store.open(left / "store")
         try:
-            remote = open_remote(f"file://{left}/remote")
-            if bound_to(store.catalog) is None:
-                bind(store.catalog, admit(remote, create=True))
-            engine = Engine(store, BoundStore(remote, bound_to(store.catalog)))
+            engine = Engine(store, remote_of(store, left / "remote") if replicated else None)
             with trio.fail_after(60):
                 async with trio.open_nursery() as nursery:
                     await nursery.start(engine.run)
                     found.append(await read_tree(engine.filesystem))
-                    drained = await engine.drain(30)
+                    drained = await engine.drain(30) if replicated else True
                     found.append(await read_tree(engine.filesystem))
                     if not drained:
                         wrong.append(f"what is there cannot be replicated: {engine.progress()}")
@@ -167,6 +165,13 @@ def after(left: Path, promises: Promises, position: int, until: int | None = Non
         wrong.append("sealing or uploading changed what is there")
     wrong += [each for each in problems(left / "store") if "is in lost+found" not in each]
     return wrong + unreachable(left / "remote")
+
+
+def remote_of(store: Store, directory: Path) -> BoundStore:
+    remote = open_remote(f"file://{directory}")
+    if bound_to(store.catalog) is None:
+        bind(store.catalog, admit(remote, create=True))
+    return BoundStore(remote, bound_to(store.catalog))
 
 
 def unreachable(remote: Path) -> list[str]:
