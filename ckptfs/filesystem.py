@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+import trio
+
 from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.errors import (
     AttributeMissing,
@@ -43,6 +45,8 @@ from ckptfs.saves import SaveTimes
 log = logging.getLogger(__name__)
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+_UNLINKED_JUST_NOW_S = 1.0
+_FORGOTTEN_AFTER_S = 0.05
 XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 XATTR_MAX = 64 << 10
 
@@ -69,6 +73,9 @@ class FileSystem:
         self._pins: Counter[Inode] = Counter()
         self._unpurged: set[Inode] = set()
         self._unlinked_here: set[Inode] = set()
+        self._unlinked_at = float("-inf")
+        self._unlinked_bytes = 0
+        """Of files that were removed a moment ago, and whose room may not be free yet."""
         """Without a name because a program here took it away, and not another writer."""
         self._changed_at = -1e9
         self.saves = SaveTimes()
@@ -394,8 +401,25 @@ class FileSystem:
         await self._expand(self._names.inode(parent))
 
     async def _before_save(self) -> None:
+        if self._unlinked_bytes:
+            await self._room_of_removed()
         if self._space is not None and not self._read_only:
             await self._space.make_room()
+
+    async def _room_of_removed(self) -> None:
+        """Who removes a file to save another in its room finds it, as on a local disk: where little else is free, wait.
+
+        For the kernel to say that it forgot the file, and for the round of flushes that deletes its image.
+        """
+        disk, removed_bytes, self._unlinked_bytes = os.statvfs(self.store.path), self._unlinked_bytes, 0
+        just_now = time.monotonic() - self._unlinked_at < _UNLINKED_JUST_NOW_S
+        if not just_now or disk.f_bavail * disk.f_frsize > 2 * removed_bytes:
+            return
+        await trio.sleep(_FORGOTTEN_AFTER_S)
+        try:
+            await self.store.sync.sync()
+        except OSError as error:  # whoever fsyncs is told; here it is only that no room comes of it
+            log.warning("the room of files that were removed is not free yet: %s", error)
 
     def _check_writable(self) -> None:
         if self._read_only:
@@ -409,6 +433,9 @@ class FileSystem:
         """A name of *row*, as it was before, was taken away by a program."""
         if row.nlink <= 1 or stat.S_ISDIR(row.mode):
             self._unlinked_here.add(row.ino)
+        if row.nlink <= 1 and stat.S_ISREG(row.mode):
+            self._unlinked_at = time.monotonic()
+            self._unlinked_bytes += self.attributes(row).size
         self.purge_if_gone(row.ino)
 
     def purge_if_gone(self, *inos: Inode) -> None:

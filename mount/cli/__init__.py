@@ -7,6 +7,7 @@ not safe yet.
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any
 
 import click
@@ -36,7 +37,10 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (CkptfsError, OSError) as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
+            text = str(error)
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:
+                text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+            raise click.ClickException(" ".join(text.split())) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -150,7 +150,7 @@ def estimate(directory: str, sample: float | None, as_json: bool) -> None:
     from ckptfs.insight.estimating import estimate as estimate_directory
 
     if not os.path.isdir(directory):
-        raise NotDirectory(f"{directory}: no such directory")
+        raise NotDirectory(f"{directory}: {'is no directory' if os.path.exists(directory) else 'no such directory'}")
     with Waiting("estimating", quiet=as_json) as waiting:
         found = estimate_directory(directory, sample, tell=_bytes_teller(waiting))
     if as_json:

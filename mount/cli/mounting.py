@@ -23,7 +23,7 @@ from ckptfs.local.probe import Probe, probe
 from .. import mountpoint as mounts
 from .. import placement
 from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter, owner_ids
-from .output import DURATION, DURATION_OR_NEVER, JSON, SIZE, parts, size, size_option
+from .output import DURATION, DURATION_OR_NEVER, JSON, SIZE, parts, say, size, size_option
 from .waiting import Waiting, interruptible
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
@@ -150,7 +150,7 @@ def mount(
     }
     mountpoint = mounts.resolve(os.path.expanduser(mountpoint))
     if mounts.clear_dead(mountpoint):
-        click.echo(f"cleaned up {mountpoint}: its daemon was killed")
+        say(f"cleaned up {mountpoint}: its daemon was killed")
     found = mounts.mounted_at(mountpoint)
     if found is not None and found.type == CKPTFS_TYPE:
         for_now = {"read_only": read_only, "offline": offline}
@@ -286,7 +286,7 @@ def _already_mounted(
             raise MountError(
                 f"{mountpoint} is mounted already, with {_option(name, in_force)}: unmount it first to change that"
             )
-    click.echo(f"{mountpoint} is mounted already (pid {there['pid']})")
+    say(f"{mountpoint} is mounted already (pid {there['pid']})")
     _hand_over(place)
 
 
@@ -304,7 +304,7 @@ def _hand_over(place: Place) -> bool:
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     if env:
         names = ask(place.store, "credentials", env=env)["names"]
-        click.echo(f"handed over {', '.join(names)}")
+        say(f"handed over {', '.join(names)}")
     return bool(env)
 
 
@@ -315,16 +315,14 @@ def _examine(store: Path, force: bool) -> None:
         found: Probe = probe(store)
     except OSError as error:
         if error.errno == errno.ENOSPC and placement.is_store(store):  # it was examined before, and keeps a reserve
-            click.echo(
-                f"warning: the disk of the store {store} is full: nothing can be saved until there is room", err=True
-            )
+            say(f"warning: the disk of the store {store} is full: nothing can be saved until there is room", err=True)
             return
         raise StoreError(f"the store {store} cannot be used: {error.strerror}") from error
     if found.refusal is not None and not force:
         raise StoreError(f"the store {store}: {found.refusal}; choose another (--store), or insist with --force")
-    click.echo(f"store   {store} ({found.filesystem}, {size(found.free_bytes)} free of {size(found.total_bytes)})")
+    say(f"store   {store} ({found.filesystem}, {size(found.free_bytes)} free of {size(found.total_bytes)})")
     for warning in (*found.warnings, *([found.refusal] if found.refusal else [])):
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
 
 
 def _take_over(store: Path) -> None:
@@ -394,7 +392,7 @@ def _start(order: Order) -> str | None:
             for line in report:
                 message: dict[str, Any] = json.loads(line)
                 if "note" in message:
-                    click.echo(message["note"])
+                    say(message["note"])
                 elif "error" in message:
                     raise MountError(message["error"])
                 elif "ready" in message:
@@ -421,10 +419,10 @@ def _announce(order: Order, remote: str | None, first: bool) -> None:
     placement.remember(order.mountpoint, Path(order.store))
     if remote is None:
         hint = "; nothing leaves this machine (--remote URL replicates)" if first else ""
-        click.echo(f"remote  none: the store alone{hint}")
+        say(f"remote  none: the store alone{hint}")
     else:
-        click.echo(f"remote  {remote}")
-    click.echo(f"mounted {order.mountpoint}")
+        say(f"remote  {remote}")
+    say(f"mounted {order.mountpoint}")
 
 
 def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:

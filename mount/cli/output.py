@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -23,6 +24,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORE
 _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|[smhd]?)\s*")
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Print what is good to know. That nobody can read it any more (`| head`, a full disk) is no reason to stop."""
+    try:
+        click.echo(text, err=err)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2 if err else 1)  # where what is still buffered goes
+
+
 class Duration(_ParamType):
     """Seconds, or a number with ms, s, m, h or d."""
 
@@ -33,7 +42,7 @@ class Duration(_ParamType):
             return float(value)
         match = _DURATION.fullmatch(str(value))
         if match is None:
-            self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h", param, ctx)
+            self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h, 1d", param, ctx)
         return float(match[1]) * _UNITS[match[2]]
 
 
@@ -41,7 +50,11 @@ class DurationOrNever(Duration):
     """A duration, or 'never': `ckptfs.config.NEVER_S`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        return NEVER_S if value == "never" else super().convert(value, param, ctx)
+        if value == "never":
+            return NEVER_S
+        if not isinstance(value, (int, float)) and _DURATION.fullmatch(str(value)) is None:
+            self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h, 1d, or never", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Size(_IntType):

@@ -164,7 +164,7 @@ def test_mistakes_are_said_in_one_line(site: Site, tmp_path: Path) -> None:
         (("diff", tmp_path / "empty", tmp_path / "gone"), "No such file or directory"),
         (("inspect", tmp_path / "gone"), "No such file or directory"),
         (("inspect", tmp_path / "empty"), "is a directory"),
-        (("estimate", file), "no such directory"),
+        (("estimate", file), "is no directory"),
         (("estimate", tmp_path / "gone"), "no such directory"),
     ):
         done = site.run(*map(str, arguments))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import ckptfs
 from ckptfs.errors import NameMissing
-from tests.support.mounts import Site, end, is_alive, is_mounted, until
+from tests.support.mounts import COMMAND, Site, end, is_alive, is_mounted, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -215,3 +216,19 @@ def test_status_without_a_path_tells_each_mount_once(site: Site) -> None:
     (line,) = (each for each in lines if "does not answer" in each and str(site.mountpoint) in each)
     assert line.count(f"{site.mountpoint}: ") == 1
     site.umount(status=3)
+
+
+def test_a_mount_whose_words_nobody_reads(site: Site) -> None:
+    """`ckptfs mount DIR | head -1`, also after a kill, and with a full disk behind stdout: it mounts all the same."""
+    site.mount()
+    site.kill()
+    command = [*COMMAND, "mount", str(site.mountpoint), "--store", str(site.store), "--force"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, env=site.environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    site.try_mount()  # knows the daemon now, and says that it is mounted already
+    (site.mountpoint / "file").write_bytes(b"1")
+    assert site.status()["state"] in ("closed", "sealed")
+    site.umount()

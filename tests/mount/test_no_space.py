@@ -45,6 +45,23 @@ def local(tmp_path: Path, disk: Path) -> Iterator[Site]:
         yield site
 
 
+def test_what_is_removed_makes_room_for_the_next_save(tmp_path: Path, disk: Path) -> None:
+    """At once, as on a local disk: a loop that drops the oldest checkpoint and saves the next on a disk for three."""
+    with Site(tmp_path) as site:
+        site.store = disk / "store"
+        site.mount()
+        size = free_bytes(disk) * 3 // 10
+        for step in range(9):
+            if step >= 3:
+                until(lambda: site.status()["state"] == "sealed", "everything to be sealed")
+                (site.mountpoint / f"step-{step - 3}").unlink()
+            with open(site.mountpoint / f"step-{step}", "wb", buffering=0) as file:
+                left = size
+                while left:
+                    left -= file.write(os.urandom(min(left, MIB)))
+        assert len(os.listdir(site.mountpoint)) == 3
+
+
 def ballast(site: Site) -> int:
     return (site.store / "ballast").stat().st_size
 
