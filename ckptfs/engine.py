@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -350,7 +352,7 @@ class Engine:
             "last_error": wrong,
             "saves": self._saves(ino),
         }
-        logical = self._totals.logical_bytes()
+        logical = self._logical_bytes()
         stored = self._stored_bytes()
         if self.replica is None:
             document |= {
@@ -398,14 +400,17 @@ class Engine:
                 ino = (await self.filesystem.lookup(ino, name)).ino
         return ino
 
+    def _logical_bytes(self) -> int:
+        """Sizes of all regular files that have a name."""
+        return self._totals.logical_bytes() + sum(each.st_size for each in self._statuses(self._totals.unsealed()))
+
     def _stored_bytes(self) -> int:
-        total = 0
-        for image in self._store.contents.images():
-            try:
-                total += self._store.images.status(image).st_blocks * 512
-            except FileNotFoundError:
-                continue
-        return total
+        return sum(each.st_blocks * 512 for each in self._statuses(self._store.contents.images()))
+
+    def _statuses(self, images: Iterable[ImageId]) -> Iterator[os.stat_result]:
+        for image in images:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                yield self._store.images.status(image)
 
     def _sealed(self, ino: Inode | None, image: ImageId, manifest: int) -> None:
         if self.replica:

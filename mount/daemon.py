@@ -224,7 +224,7 @@ class Daemon:
                 else:
                     self._stopping = True
                     log.warning(
-                        "%s: serving on for up to %.0f s; a second one stops at once",
+                        "%s: serving on until programs are done, for up to %.0f s; a second one stops at once",
                         name,
                         self._settings.stop_timeout_s,
                     )

@@ -209,6 +209,7 @@ def test_status_without_a_path_tells_each_mount_once(site: Site) -> None:
     """With the state of the root; a dead mount's path stands in its line once."""
     site.mount()
     (site.mountpoint / "file").write_bytes(b"1")
+    assert site.status()["bytes"]["logical"] == site.status()["at_risk"]["bytes"] == 1, "sealed or not"
     assert ckptfs.wait(site.mountpoint, "sealed", 30)
     assert "state        / is sealed" in site.run("status").out
     site.kill()

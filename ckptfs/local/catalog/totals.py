@@ -96,6 +96,11 @@ class Totals:
         ).fetchone()
         return int(row[0])
 
+    def unsealed(self) -> list[ImageId]:
+        """The images of all regular files that have a name and no manifest."""
+        rows = self._db.execute("SELECT image FROM inode WHERE manifest IS NULL AND image IS NOT NULL AND nlink > 0")
+        return [ImageId(row[0]) for row in rows]
+
     def newest_directories(self, limit: int) -> list[tuple[Inode, int]]:
         """Directories that have regular files, the last changed first, with their mtime in ns; not the root."""
         rows = self._db.execute(
