@@ -60,7 +60,7 @@ INSIDE = (
     "ckptfs.replica.settle:Settler._blocked",
     "ckptfs.replica.upload:Uploader._carry",
     "ckptfs_mount.control:ControlServer._converse",
-    "ckptfs_mount.operations:Operations.content_changed",
+    "ckptfs_mount.operations:Operations.changed_elsewhere",
     "ckptfs.filesystem:FileSystem.unpin",
 )
 
