@@ -207,5 +207,5 @@ def test_case_056_every_background_task(tmp_path: Path, places: tuple[str, ...])
         mount.site.umount()
 
 
-NOT_REACHED = {"ckptfs_mount.operations:Operations.content_changed"}
+NOT_REACHED = {"ckptfs_mount.operations:Operations.changed_elsewhere"}
 """Takes another machine that writes."""
