@@ -131,7 +131,7 @@ def calls(root: Path) -> dict[str, Callable[[], object]]:
         "fsync": with_file(os.O_WRONLY, os.fsync),
         "release": made,
         "opendir": lambda: os.listdir(root),
-        "readdir": lambda: os.listdir(root),
+        "readdir": with_made(lambda path: os.listdir(root)),  # a new name, or the kernel lists what it kept
         "releasedir": lambda: os.listdir(root),
         "fsyncdir": directory_fsync,
     }
