@@ -111,6 +111,7 @@ class Tuning:
 
 
 NEVER_S = -1.0
+"""Stands for a time that does not come, where a setting is remembered and told as JSON."""
 
 
 @dataclass(frozen=True)

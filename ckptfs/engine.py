@@ -402,7 +402,7 @@ class Engine:
 
     def _logical_bytes(self) -> int:
         """Sizes of all regular files that have a name."""
-        return self._totals.logical_bytes() + sum(each.st_size for each in self._statuses(self._totals.unsealed()))
+        return self._totals.sealed_bytes() + sum(each.st_size for each in self._statuses(self._totals.unsealed()))
 
     def _stored_bytes(self) -> int:
         return sum(each.st_blocks * 512 for each in self._statuses(self._store.contents.images()))

@@ -36,25 +36,24 @@ class Duration(_ParamType):
     """Seconds, or a number with ms, s, m, h or d."""
 
     name = "duration"
+    written = "seconds, or 500ms, 30s, 5m, 2h, 1d"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, (int, float)):
             return float(value)
         match = _DURATION.fullmatch(str(value))
         if match is None:
-            self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h, 1d", param, ctx)
+            self.fail(f"{value!r} is no duration; write {self.written}", param, ctx)
         return float(match[1]) * _UNITS[match[2]]
 
 
 class DurationOrNever(Duration):
     """A duration, or 'never': `ckptfs.config.NEVER_S`."""
 
+    written = f"{Duration.written}, or never"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if value == "never":
-            return NEVER_S
-        if not isinstance(value, (int, float)) and _DURATION.fullmatch(str(value)) is None:
-            self.fail(f"{value!r} is no duration; write seconds, or 500ms, 30s, 5m, 2h, 1d, or never", param, ctx)
-        return super().convert(value, param, ctx)
+        return NEVER_S if value == "never" else super().convert(value, param, ctx)
 
 
 class Size(_IntType):

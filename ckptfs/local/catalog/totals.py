@@ -89,7 +89,7 @@ class Totals:
         """Whether any directory differs from what was published because of a change here."""
         return self._db.execute("SELECT 1 FROM inode WHERE dirty = 2 LIMIT 1").fetchone() is not None
 
-    def logical_bytes(self) -> int:
+    def sealed_bytes(self) -> int:
         """Sizes of all sealed regular files that have a name."""
         row = self._db.execute(
             "SELECT CAST(total(size) AS INTEGER) FROM inode WHERE manifest IS NOT NULL AND nlink > 0"
