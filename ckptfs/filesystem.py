@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 
 import trio
 
-from ckptfs.attributes import AttributeChange, Attributes, Caller
+from ckptfs.attributes import CAPABILITIES, AttributeChange, Attributes, Caller
 from ckptfs.errors import (
     AttributeMissing,
     ContentUnavailable,
@@ -310,6 +310,10 @@ class FileSystem:
         if value is None:
             raise AttributeMissing(f"inode {ino} has no attribute {name!r}")
         return value
+
+    def is_plain(self, ino: Inode) -> bool:
+        """Whether it has no capabilities."""
+        return self._names.xattr(ino, CAPABILITIES) is None
 
     async def listxattr(self, ino: Inode) -> list[bytes]:
         self._names.inode(ino)

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 
 import trio
 
-from ckptfs.attributes import SET_ID_BITS
+from ckptfs.attributes import CAPABILITIES, SET_ID_BITS
 from ckptfs.errors import ContentUnavailable, Stale
 from ckptfs.fileimages import FileImages
 from ckptfs.handles import Backing, ByteSource, ChangeListener, Handle, OpenFile
@@ -326,8 +326,7 @@ class OpenFiles:
                 asked = True
                 await self.on_full()
         self._wrote(file, offset)
-        if not handle.privileged:
-            self.drop_set_id(file.ino)
+        self.drop_privileges(file.ino, keeping_set_id=handle.privileged)
         return written
 
     def seek(self, fh: int, offset: int, *, hole: bool) -> int:
@@ -362,8 +361,7 @@ class OpenFiles:
             os.truncate(self._store.images.file(file.image.id), size)
         self._changing(file)
         self._wrote(file, size)
-        if not privileged:
-            self.drop_set_id(file.ino)
+        self.drop_privileges(file.ino, keeping_set_id=privileged)
 
     async def fsync(self, fh: int) -> None:
         """Data and every name so far survive a power cut on this disk. Never waits for the remote."""
@@ -385,20 +383,29 @@ class OpenFiles:
         if file is not None and is_as_flushed:
             file.flushed_as = _look_of(file)
 
+    def is_sound(self, file: OpenFile) -> bool:
+        """Whether no flush of the image failed before."""
+        return file.image.id not in self._store.sync.poisoned
+
     def check_poison(self, file: OpenFile) -> None:
         """Raises OSError (EIO) when a flush of the image failed before."""
         error = self._store.sync.poisoned.get(file.image.id)
         if error:
             raise OSError(errno.EIO, f"an earlier flush of inode {file.ino} failed: {error}")
 
-    def drop_set_id(self, ino: Inode) -> None:
-        """A write by somebody unprivileged clears S_ISUID and S_ISGID."""
-        row = self._store.names.inode(ino)
-        mode = row.mode & ~SET_ID_BITS
-        if mode != row.mode:
-            with self._store.catalog.transaction():
-                self._store.names.update_inode(ino, mode=mode)
-                self._store.names.state_changed(ino, self._store.clock.tick())
+    def drop_privileges(self, ino: Inode, *, keeping_set_id: bool) -> None:
+        """A write clears the file's capabilities, and S_ISUID and S_ISGID unless its writer is privileged."""
+        names = self._store.names
+        row = names.inode(ino)
+        mode = row.mode if keeping_set_id else row.mode & ~SET_ID_BITS
+        capable = names.xattr(ino, CAPABILITIES) is not None
+        if mode == row.mode and not capable:
+            return
+        with self._store.catalog.transaction():
+            names.update_inode(ino, mode=mode)
+            if capable:
+                names.remove_xattr(ino, CAPABILITIES)
+            names.state_changed(ino, self._store.clock.tick())
 
     # Within
 

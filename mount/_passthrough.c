@@ -2,7 +2,7 @@
  *
  * Neither knows of passthrough. This module defines fuse_session_mount; loaded with RTLD_GLOBAL before pyfuse3, it is the
  * one that pyfuse3 calls. It mounts as before and then gives libfuse a read and a writev of its own for /dev/fuse
- * (fuse_session_custom_io), which look at six kinds of messages and let all others pass unchanged:
+ * (fuse_session_custom_io), which look at eight kinds of messages and let all others pass unchanged:
  *
  *   INIT        the reply accepts what the kernel offers and libfuse does not know
  *   OPEN,       where the upper half of the file handle is not 0, it is a backing id: the operations put it there,
@@ -10,6 +10,8 @@
  *   OPENDIR     the reply lets the kernel keep the names that it is told, and says whether those it has are still right
  *   FALLOCATE,  answered here, on the backing file; never with ENOSYS, which the kernel would remember for the whole mount
  *   LSEEK       (it asks for the next data or hole only; without a backing file Python knows the answer)
+ *   FLUSH,      answered here where there is nothing to say, which is nearly always: each close asks, and each file that is
+ *   GETXATTR    first written is asked for security.capability. To say so in Python takes several times as long
  *
  * What may be done with this, and when, is mount/passthrough.py's to say. Everything here runs on the one thread that
  * serves the mount; a process serves one mount (pyfuse3's own rule), hence the one `session`.
@@ -33,7 +35,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { OPEN = 14, INIT = 26, OPENDIR = 27, CREATE = 35, FALLOCATE = 43, LSEEK = 46 };
+enum { OPEN = 14, GETXATTR = 22, FLUSH = 25, INIT = 26, OPENDIR = 27, CREATE = 35, FALLOCATE = 43, LSEEK = 46 };
 
 struct in_header {
 	uint32_t len, opcode;
@@ -76,6 +78,17 @@ struct lseek_in {
 	uint32_t whence, padding;
 };
 
+struct flush_in {
+	uint64_t fh;
+	uint32_t unused, padding;
+	uint64_t lock_owner;
+};
+
+struct getxattr_in {
+	uint32_t size, padding;
+	char name[];
+};
+
 struct backing_map {
 	int32_t fd;
 	uint32_t flags;
@@ -114,6 +127,8 @@ static struct {
 	} *backing;                /* registered files; FALLOCATE and LSEEK look here */
 	int backings, room;
 	PyObject *seeker;          /* called as seeker(fh, offset, whence) for a file that is not among them, or NULL */
+	PyObject *is_plain;        /* called as is_plain(ino): whether it has no capabilities; or NULL */
+	PyObject *is_sound;        /* called as is_sound(fh): whether closing it has no error to report; or NULL */
 } session = { .device = -1 };
 
 /* Backing files */
@@ -164,6 +179,27 @@ static int64_t seek(const struct lseek_in *wanted)
 	return found;
 }
 
+/* Whether *predicate*, which may be NULL, holds for *number*. Where it fails the operations are asked, and say what is wrong. */
+static int holds(PyObject *predicate, uint64_t number)
+{
+	if (!predicate)
+		return 0;
+	PyGILState_STATE state = PyGILState_Ensure();
+	PyObject *answer = PyObject_CallFunction(predicate, "K", (unsigned long long)number);
+	int held = answer ? PyObject_IsTrue(answer) : -1;
+	if (held < 0)
+		PyErr_WriteUnraisable(predicate);
+	Py_XDECREF(answer);
+	PyGILState_Release(state);
+	return held > 0;
+}
+
+static int asks_for_capabilities(const struct in_header *header, const struct getxattr_in *wanted)
+{
+	static const char name[] = "security.capability";
+	return header->len == sizeof(*header) + sizeof(*wanted) + sizeof(name) && !memcmp(wanted->name, name, sizeof(name));
+}
+
 /* Messages */
 
 /* Returns what tells libfuse that there is nothing for it: pyfuse3 reads again. */
@@ -172,7 +208,7 @@ static ssize_t answer(int fd, uint64_t unique, int error, void *body, size_t siz
 	struct out_header header = { sizeof(header) + (error ? 0 : size), error, unique };
 	struct iovec parts[] = { { &header, sizeof(header) }, { body, size } };
 	if (writev(fd, parts, error || !size ? 1 : 2) < 0 && errno != ENOENT) /* ENOENT: nobody waits for it any more */
-		perror("ckptfs: the answer to fallocate or lseek");
+		perror("ckptfs: an answer to the kernel");
 	errno = EINTR;
 	return -1;
 }
@@ -191,6 +227,10 @@ static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
 		int64_t found = seek(body);
 		return answer(fd, header->unique, found < 0 ? (int)found : 0, &found, sizeof(found));
 	}
+	if (header->opcode == FLUSH && holds(session.is_sound, ((const struct flush_in *)body)->fh))
+		return answer(fd, header->unique, 0, NULL, 0);
+	if (header->opcode == GETXATTR && asks_for_capabilities(header, body) && holds(session.is_plain, header->nodeid))
+		return answer(fd, header->unique, -ENODATA, NULL, 0);
 	if (header->opcode == INIT) {
 		const struct init_in *init = body;
 		int extended = init->flags & INIT_EXT && got >= (ssize_t)(sizeof(*header) + sizeof(*init));
@@ -336,10 +376,14 @@ static PyObject *close_backing(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *answer_seeks(PyObject *self, PyObject *seeker)
+static PyObject *answer_with(PyObject *self, PyObject *args)
 {
-	Py_INCREF(seeker);
-	Py_XSETREF(session.seeker, seeker);
+	PyObject *seeker, *is_plain, *is_sound;
+	if (!PyArg_ParseTuple(args, "OOO", &seeker, &is_plain, &is_sound))
+		return NULL;
+	Py_XSETREF(session.seeker, Py_NewRef(seeker));
+	Py_XSETREF(session.is_plain, Py_NewRef(is_plain));
+	Py_XSETREF(session.is_sound, Py_NewRef(is_sound));
 	Py_RETURN_NONE;
 }
 
@@ -348,8 +392,9 @@ static PyMethodDef methods[] = {
 	{ "agreed", agreed, METH_NOARGS, "agreed() -> flags: what both sides accepted; 0 before the first request." },
 	{ "open_backing", open_backing, METH_VARARGS,
 	  "open_backing(fd) -> id: let the kernel use the file of fd, which stays open until it is closed. Raises OSError." },
-	{ "answer_seeks", answer_seeks, METH_O,
-	  "answer_seeks(seeker): call seeker(fh, offset, whence) -> offset or -errno where the kernel does not have the file." },
+	{ "answer_with", answer_with, METH_VARARGS,
+	  "answer_with(seeker, is_plain, is_sound): call seeker(fh, offset, whence) -> offset or -errno where the kernel does "
+	  "not have the file, is_plain(ino) -> whether it has no capabilities, is_sound(fh) -> whether closing reports no error." },
 	{ "close_backing", close_backing, METH_VARARGS, "close_backing(id): the reverse. Raises OSError." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -49,7 +49,7 @@ from .control import ControlServer
 from .mountpoint import raise_read_ahead
 from .operations import MountOptions, Operations
 from .order import EXIT_PENDING, LOG_FORMAT, LOG_NAME, REMEMBERED, Order, Reporter, owner_ids
-from .passthrough import Passthrough, answer_seeks
+from .passthrough import Passthrough, answer_with
 from .requests import Requests
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Daemon:
         if self._engine.replica is not None:
             self._engine.replica.on_remote_change = operations.changed_elsewhere
         self._passthrough.prepare()
-        answer_seeks(operations.seek)
+        answer_with(operations.seek, operations.is_plain, operations.is_sound)
         self._engine.filesystem.files.backing = self._passthrough
         try:
             pyfuse3.init(operations, self._order.mountpoint, options)

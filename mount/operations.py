@@ -175,6 +175,10 @@ class Operations(pyfuse3.Operations):
             return (await self._options.state(Inode(inode))).encode()
         return await self._fs.getxattr(Inode(inode), name)
 
+    def is_plain(self, inode: int) -> bool:
+        """Whether `getxattr` finds no capabilities (see `answer_with`)."""
+        return self._fs.is_plain(Inode(inode))
+
     @replies
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
         names = await self._fs.listxattr(Inode(inode))
@@ -237,8 +241,12 @@ class Operations(pyfuse3.Operations):
         with self._saving(fh):
             await self._fs.files.fsync(own_handle(fh))
 
+    def is_sound(self, fh: int) -> bool:
+        """Whether `flush` has nothing to report (see `answer_with`)."""
+        return self._fs.files.is_sound(self._fs.files.handle(own_handle(fh)).file)
+
     def seek(self, fh: int, offset: int, whence: int) -> int:
-        """SEEK_DATA and SEEK_HOLE; pyfuse3 does not know this request (see `answer_seeks`), so no errors are raised."""
+        """SEEK_DATA and SEEK_HOLE; pyfuse3 does not know this request (see `answer_with`), so no errors are raised."""
         try:
             return self._fs.files.seek(own_handle(fh), offset, hole=whence == os.SEEK_HOLE)
         except OSError as error:

@@ -116,13 +116,18 @@ class Passthrough:
             raise MountError(f"--passthrough=on: {reason}")
 
 
-def answer_seeks(seeker: Callable[[int, int, int], int]) -> None:
-    """Let *seeker* say where data and holes are in files that we serve: (fh, offset, whence) -> offset, or -errno.
+def answer_with(
+    seeker: Callable[[int, int, int], int], is_plain: Callable[[int], bool], is_sound: Callable[[int], bool]
+) -> None:
+    """Have requests answered without pyfuse3, which does not know the one and takes long for the others.
 
-    Without the C module nobody is asked, and files have no holes to be found.
+    *seeker* says where data and holes are in files that we serve: (fh, offset, whence) -> offset, or -errno. Without
+    the C module nobody is asked, and files have no holes to be found. *is_plain* says whether an inode has no
+    capabilities, which the kernel wants to know of each file that it first sees written, and *is_sound* whether a
+    handle can be closed without an error. What does not hold is a request like any other.
     """
     if library is not None:
-        library.answer_seeks(seeker)
+        library.answer_with(seeker, is_plain, is_sound)
 
 
 def direct_maps() -> bool:

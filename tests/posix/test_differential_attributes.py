@@ -99,6 +99,35 @@ def writing_clears_set_id_bits(d: Side) -> None:
 
 
 @case
+def writing_clears_capabilities(d: Side) -> None:
+    """The kernel asks for them when it sees a file written for the first time."""
+    if os.geteuid() != 0:
+        return
+    name, may_bind = "security.capability", bytes.fromhex("0100000200040000000000000000000000000000")
+    for number, change in enumerate(
+        (
+            lambda side, fd: os.pwrite(fd, b"y", 0),
+            lambda side, fd: os.ftruncate(fd, 1),
+            lambda side, fd: os.fchown(fd, 1, 1),
+            lambda side, fd: os.fchmod(fd, 0o755),
+            lambda side, fd: os.fallocate(fd, 0, 0, 10) if hasattr(os, "fallocate") else None,
+        )
+    ):
+        file = f"file{number}"
+        for written_before in (False, True):
+            fd = d.open(file, os.O_RDWR | os.O_CREAT, 0o755)
+            if written_before:
+                d.attempt("write", os.pwrite, fd, b"content", 0)
+            d.attempt("none", os.getxattr, d.path(file), name)
+            d.attempt("set", os.setxattr, d.path(file), name, may_bind)
+            d.attempt("get", os.getxattr, d.path(file), name)
+            d.attempt("change", change, d, fd)
+            d.attempt("get again", os.getxattr, d.path(file), name)
+            d.close(fd)
+            os.unlink(d.path(file))
+
+
+@case
 def set_group_id_directories(d: Side) -> None:
     if os.geteuid() != 0:
         return

@@ -123,6 +123,7 @@ def place(name: str) -> tuple[type, str]:
 
 
 def inject() -> None:
+    Operations.is_sound = lambda self, fh: False  # type: ignore[method-assign]  # or few closes reach `flush`
     for handler in HANDLERS:
         original = inspect.unwrap(getattr(Operations, handler))
         setattr(Operations, handler, replies(failing(handler, original)))
