@@ -59,10 +59,11 @@ class Tuning:
 
     piece_bytes: int = 1 * MIB
     """Step at which a long tensor is cut. 4 MiB found the same duplicates, but makes a partial load fetch more."""
-    edge_bytes: int = 192 * KIB
-    """The first and the last piece of a tensor of 2 MiB and more: the kernel reads 128 KiB before what a program
-    touches in a map, and some behind it, which would fetch a whole piece of either neighbour. At most a quarter of
-    `piece_bytes`."""
+    edge_bytes: int = 272 * KIB
+    """At either end of a tensor of 2 MiB and more: where a program maps a file, the kernel reads 256 KiB before what
+    it touches, which would fetch a whole piece of the neighbour. At most half of `piece_bytes`."""
+    rim_bytes: int = 16 * KIB
+    """At either end of that, again: torch reads each tensor's header, of 64 bytes and more, when it maps a file."""
     small_bytes: int = 64 * KIB
     """Neighbours below this share a chunk: a third of the chunks for 0.3 % of the dedup."""
     cdc_bytes: int = 64 * KIB

@@ -100,6 +100,11 @@ class Content:
     def _tensor_starts(self) -> list[int]:
         return sorted(tensor.start for tensor in self.tensors)
 
+    def tensor_start(self, offset: int) -> int:
+        """Where the last tensor begins that begins before *offset*; 0 when none does. Computed once."""
+        at = bisect_left(self._tensor_starts, offset)
+        return self._tensor_starts[at - 1] if at else 0
+
     def tensors_between(self, start: int, end: int) -> int:
         """How many tensors lie in ``[start, end)``, less those that are longer. Computed once."""
         return max(bisect_right(self._tensor_ends, end) - bisect_left(self._tensor_starts, start), 0)

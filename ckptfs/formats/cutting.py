@@ -4,8 +4,8 @@ Two ways:
 
 - *By tensors*, where they are known: a tensor of at least `Tuning.small_bytes` starts a piece and is cut at fixed steps
   of `piece_bytes` counted from its own start, so that the same tensor gives the same pieces in whatever file it lies.
-  A long one also ends its first piece, and begins its last, `edge_bytes` from its ends: who maps the file and reads the
-  neighbour also touches pages of this one, and fetches no more than that of it.
+  A long one is also cut `rim_bytes` and `edge_bytes` from its ends: who reads a header beside it, or its neighbour
+  through a map, also touches pages of this one, and fetches no more than that of it.
   What is between such tensors (headers, padding, small tensors) is gathered into pieces of at most `piece_bytes`, cut
   before a small tensor or behind one; a single gap longer than that is cut by content.
 - *By content*, otherwise: FastCDC (Xia et al., "The Design of Fast Content-Defined Chunking for Data Deduplication
@@ -79,15 +79,14 @@ class _Whole:
     def _behind(self, at: int, tuning: Tuning) -> int:
         """Where the piece ends that *at* is in."""
         step = tuning.piece_bytes
-        edge = min(tuning.edge_bytes, step // 4)
         behind = self.start + ((at - self.start) // step + 1) * step
         if self.end - self.start < 2 * step:
             return min(behind, self.end)
-        if at < self.start + edge:
-            return self.start + edge
-        if at >= self.end - edge:
-            return self.end
-        return behind if behind <= self.end - 2 * edge else self.end - edge  # no piece shorter than an edge
+        edge = min(tuning.edge_bytes, step // 2)
+        rim = min(tuning.rim_bytes, edge // 2)
+        fixed = (self.start + rim, self.start + edge, self.end - edge, self.end - rim, self.end)
+        next_fixed = min(cut for cut in fixed if cut > at)
+        return min(behind, next_fixed) if behind <= self.end - 2 * edge else next_fixed  # none shorter than an edge
 
 
 @dataclass(frozen=True, slots=True)

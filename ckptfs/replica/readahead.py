@@ -3,8 +3,9 @@
 Who reads a whole file wants as much on its way as the line to the remote holds. Who reads a few tensors, a slice of
 one, or the first layers of a model, must not pay for the rest: `ckptfs.reading` says what readers have earned. Within
 that, fetching ends with the tensor that is being read, unless the two before it were read whole: then the reader is led
-on into the next. A file in which no tensors are known is read whole when it is read from its start: then as much is
-fetched ahead as was read. Several threads or processes that share the work are one reader.
+on into the next. Behind what is read through a map the kernel reads on, into a tensor that nobody asked for: ahead of
+that nothing is fetched. A file in which no tensors are known is read whole when it is read from its start: then as much
+is fetched ahead as was read. Several threads or processes that share the work are one reader.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from ckptfs.reading import Reading
 
 ON_AFTER_TENSORS = 2
 """Who read so many in one go is led on into the next."""
+
+_KERNEL_READS_BEFORE, _KERNEL_READS_ON = 512 << 10, 1 << 20
+"""Bytes, at most, around what is read through a map: its read-ahead, which torch doubles by fadvise, and twice that."""
 
 
 def window_end(content: Content, reading: Reading, position: int, most_bytes: int) -> int:
@@ -26,6 +30,9 @@ def window_end(content: Content, reading: Reading, position: int, most_bytes: in
         end = min(position + min(position - begun, most_bytes), content.size)
     else:
         led_on = content.tensors_between(begun, position) >= ON_AFTER_TENSORS
+        start = content.tensor_start(position)
+        if not led_on and begun < start - _KERNEL_READS_BEFORE and position <= start + _KERNEL_READS_ON:
+            return position
         last = content.size if led_on else content.tensor_end(position)
         end = min(position + min(reading.earned(position), most_bytes), last)
     inside = content.at(position, end)

@@ -51,14 +51,16 @@ def test_steps_are_counted_from_the_tensor() -> None:
 
 
 def test_the_edges_of_a_long_tensor() -> None:
-    """They are pieces of their own, as long as the setting says; nothing between is shorter, and the steps stay."""
-    edged = replace(TINY, edge_bytes=20)
+    """They are pieces of their own, as long as the settings say; nothing between is shorter, and the steps stay."""
+    edged = replace(TINY, edge_bytes=20, rim_bytes=5)
     for length in range(200, 520):
-        pieces = cut(10 + length, [tensor(10, 10 + length)], [(0, 10 + length)], edged, unread)[1:]
-        assert pieces[0] == Piece(10, 30, "float32") and pieces[-1] == Piece(length - 10, length + 10, "float32")
-        assert all(20 <= piece.end - piece.start < 120 for piece in pieces)
-        assert all((piece.end - 10) % 100 == 0 for piece in pieces[1:-2])
-        behind = cut(10 + length, [tensor(10, 10 + length)], [(0, 10 + length)], edged, unread, 150)
+        end = 10 + length
+        pieces = cut(end, [tensor(10, end)], [(0, end)], edged, unread)[1:]
+        assert pieces[:2] == [Piece(10, 15, "float32"), Piece(15, 30, "float32")]
+        assert pieces[-2:] == [Piece(end - 20, end - 5, "float32"), Piece(end - 5, end, "float32")]
+        assert all(20 <= piece.end - piece.start < 120 for piece in pieces[2:-2])
+        assert all((piece.end - 10) % 100 == 0 for piece in pieces[2:-3])
+        behind = cut(end, [tensor(10, end)], [(0, end)], edged, unread, 150)
         assert [piece.end for piece in behind] == [piece.end for piece in pieces if piece.end > 150]
     assert len(cut(199, [tensor(0, 199)], [(0, 199)], edged, unread)) == 2
 

@@ -7,7 +7,7 @@ from ckptfs.ids import ChunkId
 from ckptfs.reading import SHARE, Reading
 from ckptfs.replica.readahead import window_end
 
-CHUNK = 1000
+CHUNK = 1 << 20
 MOST = 64 * CHUNK
 
 
@@ -35,7 +35,7 @@ def read(*spans: tuple[int, int]) -> Reading:
 def test_what_was_earned_is_fetched() -> None:
     """A reader who begins anywhere but at the start: whole chunks, no more than it earned, to the end of the tensor."""
     file = content(1000, 3)
-    for position in range(3 * CHUNK, file.size, 777):
+    for position in range(3 * CHUNK, file.size, 777 << 10):
         reading = read((2 * CHUNK + 1, position))
         for more in (0, 40 * CHUNK, 4000 * CHUNK):
             reading.account.read_bytes += more
@@ -68,6 +68,15 @@ def test_a_careful_reader_is_not_led_into_the_next_tensor() -> None:
         reading = read((start * CHUNK, position * CHUNK))
         reading.account.read_bytes = 30 * SHARE * CHUNK
         assert window_end(file, reading, position * CHUNK, MOST) == end * CHUNK
+
+
+def test_behind_a_mapped_tensor() -> None:
+    """The kernel reads on into the next, and nothing more is fetched of that; but of one that is read alone."""
+    file = content(1001, 10)
+    for begun, position, end in ((200, 301.5, 301.5), (290, 302, 302), (200, 303, 333), (300.75, 301.5, 331)):
+        reading = read((int(begun * CHUNK), int(position * CHUNK)))
+        reading.account.read_bytes = 30 * SHARE * CHUNK
+        assert window_end(file, reading, int(position * CHUNK), MOST) == end * CHUNK
 
 
 def test_what_is_fetched_in_vain_is_a_share_of_what_was_read() -> None:
