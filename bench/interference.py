@@ -8,7 +8,8 @@ does, on fresh data every time:
 
     idle      save --gib as one file, and wait until it is replicated, while nothing else wants the processors
     training  train alone; pause for the save, as trainers do; train until it is replicated, or for --train-s; train
-              alone again once it is
+              alone again once it is; train beside a process that only hashes memory, with processor time that nobody
+              else wants: what this machine's processors lose to any neighbour
 
 The slowdown compares steps during the upload with the steps alone before and after it, in the same run. The upload's
 pace is what was uploaded a second, sealing included, while it trained and on the idle machine. Then the checkpoint is
@@ -22,6 +23,7 @@ that nobody else wants, so that its work is not charged to ckptfs. Where trainin
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -64,6 +66,8 @@ class Results:
     peak_bytes: list[int] = field(default_factory=list)
     slowdown: list[float] = field(default_factory=list)
     """Share by which a step took longer during the upload."""
+    slowdown_by_hashing: list[float] = field(default_factory=list)
+    """The same beside a process that only hashes."""
     longest_alone_s: list[float] = field(default_factory=list)
     longest_during_s: list[float] = field(default_factory=list)
     rate: list[float] = field(default_factory=list)
@@ -124,7 +128,10 @@ def visit(
                 raise TimeoutError(f"not replicated after {_LONGEST_S:.0f} s")
         if trainer:
             alone += trainer.train(arguments.alone_s)
+            with hashing():
+                beside = trainer.train(arguments.alone_s)
             result.slowdown.append(statistics.fmean(during) / statistics.fmean(alone) - 1)
+            result.slowdown_by_hashing.append(statistics.fmean(beside) / statistics.fmean(alone) - 1)
             result.longest_alone_s.append(max(alone))
             result.longest_during_s.append(max(during))
         result.peak_bytes.append(max(footprint.most_bytes, machine.status_bytes(pid, "VmHWM")))
@@ -203,6 +210,26 @@ def _loop(pipe: Connection, width: int, threads: int) -> None:
         pipe.send(steps)
 
 
+@contextmanager
+def hashing() -> Iterator[None]:
+    """A process that does nothing but hash memory, at idle priority."""
+    process = multiprocessing.get_context("spawn").Process(target=_hash, daemon=True)
+    process.start()
+    assert process.pid is not None
+    machine.make_idle(process.pid)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join(10)
+
+
+def _hash() -> None:
+    memory = os.urandom(64 * MIB)
+    while True:
+        hashlib.blake2b(memory).digest()
+
+
 def report(results: dict[str, Results], size: int, priority: str, arguments: argparse.Namespace) -> None:
     console.print(f"The S3 server's priority: {priority}")
     title = f"{size / GIB:g} GiB, {arguments.runs} runs, training on {arguments.threads} of {os.cpu_count()} cores"
@@ -226,6 +253,8 @@ def report(results: dict[str, Results], size: int, priority: str, arguments: arg
     found.add_row("longest step alone, s", "", spread(trained.longest_alone_s))
     found.add_row("longest step during the upload, s", "", spread(trained.longest_during_s))
     found.add_row("steps slowed down by, %", "", spread([100 * each for each in trained.slowdown], 1))
+    by_hashing = spread([100 * each for each in trained.slowdown_by_hashing], 1)
+    found.add_row("  by a process that only hashes, %", "", by_hashing)
     rates = (spread([rate / 1e6 for rate in each.rate], 0) for each in results.values())
     found.add_row("uploaded meanwhile, MB/s", *rates)
     pace = statistics.median(results["idle"].rate) / statistics.median(trained.rate)
