@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast a checkpoint comes back on a machine that has only the bucket, whole and in parts.
 
-    python bench/restore.py [--gib 2] [--tensors 96] [--runs 5] [--latency-ms 30 --mbit 1000]
+    python bench/restore.py [--gib 2] [--tensors 96] [--runs 5] [--delta] [--latency-ms 30 --mbit 1000]
 
 A torch file and a set of safetensors shards are saved through one mount into a real S3 server (SeaweedFS). Then, with
 cold caches and a fresh store each time, interleaved, all of it:
@@ -21,6 +21,9 @@ The rate is that of the files' bytes; `x raw` compares the time with the downloa
 `x needed` compares the bytes that were fetched, counted by a proxy on the way, with the encoded bytes of the tensors
 that were touched, however many processes touched them. With --latency-ms or --mbit everything passes a proxy that makes
 the link that long and that thin; a first byte is then also told in round trips.
+
+With --delta what comes back is the second checkpoint of a series: its tensors moved a little since the first, and are
+stored as differences to it. Raw is then a download of both.
 """
 
 from __future__ import annotations
@@ -77,6 +80,8 @@ class Saved:
     size_bytes: int
     packs: dict[str, int]
     """Their keys, with their bytes."""
+    path: str
+    """In the mount."""
 
     @property
     def encoded_bytes(self) -> int:
@@ -94,6 +99,7 @@ def main() -> None:
     options.add_argument("--tensors", type=int, default=96, help="in each checkpoint, of the same size")
     options.add_argument("--processes", type=int, default=8, help="how many map the checkpoint at once")
     options.add_argument("--dir", type=Path, help="where everything lies [default: the temporary directory]")
+    options.add_argument("--delta", action="store_true", help="restore what is stored as differences")
     bucket.add_link_options(options)
     arguments = options.parse_args()
     with (
@@ -115,28 +121,35 @@ def main() -> None:
 
 
 def upload(
-    kind: str, save: Callable[[Path, int, int], None], arguments: argparse.Namespace, name: str, work: Path
+    kind: str, save: Callable[[Path, int, int, float], None], arguments: argparse.Namespace, name: str, work: Path
 ) -> Saved:
-    size, store = int(arguments.gib * GIB), work / "near-store"
+    size, store, steps = int(arguments.gib * GIB), work / "near-store", 1 + arguments.delta
     with ckptfs.mounted(work / "near", remote=f"s3://{name}/{kind}", store=store) as directory:
-        save(directory, size, arguments.tensors)
-        ckptfs.wait(directory, "replicated")
+        for step in range(steps):
+            (directory / f"step-{step}").mkdir()
+            save(directory / f"step-{step}", size, arguments.tensors, 1e-4 * step)
+            ckptfs.wait(directory, "replicated")
     shutil.rmtree(store)
-    return Saved(kind, name, size, bucket.sizes(name, f"{kind}/packs/"))
+    return Saved(kind, name, size, bucket.sizes(name, f"{kind}/packs/"), f"step-{steps - 1}")
 
 
-def save_torch(directory: Path, size: int, count: int) -> None:
-    torch.save(tensors(size, count), directory / "model.pt")
+def save_torch(directory: Path, size: int, count: int, moved: float) -> None:
+    torch.save(tensors(size, count, moved), directory / "model.pt")
 
 
-def save_safetensors(directory: Path, size: int, count: int) -> None:
+def save_safetensors(directory: Path, size: int, count: int, moved: float) -> None:
     for shard in range(_SHARDS):
         name = f"model-{shard + 1:05d}-of-{_SHARDS:05d}.safetensors"
-        save_file(tensors(size // _SHARDS, count // _SHARDS), directory / name)
+        save_file(tensors(size // _SHARDS, count // _SHARDS, moved, shard), directory / name)
 
 
-def tensors(size: int, count: int) -> dict[str, torch.Tensor]:
-    return {f"layer.{number}": torch.randn(size // count // 4) for number in range(count)}
+def tensors(size: int, count: int, moved: float, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The same for the same *seed*, but *moved* by that share of a standard deviation."""
+    random, other = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
+    found = {f"layer.{number}": torch.randn(size // count // 4, generator=random) for number in range(count)}
+    for tensor in found.values() if moved else ():
+        tensor += moved * torch.randn(tensor.shape, generator=other)
+    return found
 
 
 @contextmanager
@@ -145,7 +158,7 @@ def fresh_mount(saved: Saved, work: Path) -> Iterator[tuple[Path, int]]:
     machine.drop_caches()
     store = work / "far-store"
     with ckptfs.mounted(work / "far", remote=saved.remote, store=store) as directory:
-        yield directory, ask(store, "hello")["pid"]
+        yield directory / saved.path, ask(store, "hello")["pid"]
         gc.collect()  # what is mapped would keep the mount busy
     shutil.rmtree(store)
 
@@ -296,7 +309,7 @@ def report_parts(saved: Saved, results: dict[str, Results], arguments: argparse.
 
 
 def words(saved: Saved, arguments: argparse.Namespace) -> str:
-    size = f"{saved.size_bytes / GIB:.2f} GiB in {arguments.tensors} tensors"
+    size = f"{saved.size_bytes / GIB:.2f} GiB in {arguments.tensors} tensors{', deltas' if arguments.delta else ''}"
     return f"{saved.kind}: {size}, {arguments.runs} runs, cold, {bucket.words_for_link(arguments)}"
 
 

@@ -144,6 +144,9 @@ class Settings:
     reclaim_after_s: float = 600.0
     """When two files have bytes in common, how long after the newer one was changed the older one gives up its copy
     here; `NEVER_S`: never."""
+    evict_after_s: float = NEVER_S
+    """How long after its last use a file that is replicated gives up its bytes here, though there is room; `NEVER_S`:
+    only where a save needs the room."""
     stop_timeout_s: float = 25.0
     """After SIGTERM, how long to go on draining; Kubernetes and Slurm kill after 30 s."""
     memory_bytes: int | None = None

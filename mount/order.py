@@ -25,7 +25,7 @@ EXIT_PENDING = 3
 
 REMEMBERED = (
     "owner", "allow_other", "passthrough", "settle_s", "lag_s", "max_lag_s", "read_timeout_s", "reclaim_after_s",
-    "stop_timeout_s", "memory_bytes",
+    "evict_after_s", "stop_timeout_s", "memory_bytes",
 )  # fmt: skip
 """Fields of an `Order` that become settings of the store, under the same names."""
 
@@ -48,6 +48,7 @@ class Order:
     max_lag_s: float | None = None
     read_timeout_s: float | None = None
     reclaim_after_s: float | None = None
+    evict_after_s: float | None = None
     stop_timeout_s: float | None = None
     memory_bytes: int | None = None
 

@@ -1,5 +1,7 @@
 """Evicting: when the disk has no room for a save, whole images make way of which the remote has every byte.
 
+With `evict_after_s` also without need: what nobody used for so long, but the newest set, is on the remote alone.
+
 Only files go that are published as they are, and whose every chunk lies in a pack that an acknowledged head reaches
 (invariant 2); only images that nobody has open or mapped, and that no cut needs; and nothing while it is not certain
 that the remote answers, and is ours. Fetched ones go first, then the least recently used, and the newest set that is
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 import trio
 
+from ckptfs.config import NEVER_S
 from ckptfs.encoding.manifest import Content
 from ckptfs.errors import CkptfsError, RemoteError
 from ckptfs.ids import ImageId, Inode
@@ -45,6 +48,8 @@ _REST_S, _DOUBT_S = 0.5, 5.0
 the second case nobody waits before it has answered again."""
 _STALE_S = 5.0
 """What could make way is counted again at most so often while there is no need."""
+_LOOK_PARTS, _LOOK_LEAST_S, _LOOK_MOST_S = 10, 0.5, 60.0
+"""What nobody used is looked for ten times in the time after which it goes, within these bounds."""
 _LOOK_UP = 1500
 """Chunks looked up before others may run: 5 to 10 ms."""
 _USES = 10_000
@@ -57,7 +62,9 @@ class _Candidate:
     bytes: int
     """On the disk."""
     read_s: float
-    """The image's atime."""
+    """The image's atime ..."""
+    changed_s: float
+    """... and ctime."""
 
 
 class Evictor:
@@ -73,13 +80,20 @@ class Evictor:
         is_open: Callable[[Inode], bool],
         holds: Callable[[ImageId], bool],
         newest_set: Callable[[], set[Inode]],
+        after_s: float = NEVER_S,
     ) -> None:
-        """*content* gives a manifest's chunks, *holds* tells of images that others need, *newest_set* goes last."""
+        """*content* gives a manifest's chunks, *holds* tells of images that others need, *newest_set* goes last.
+
+        What was not used for *after_s* goes though there is room; `NEVER_S`: nothing does.
+        """
         self._store = store
         self._remote = remote
         self._room = room
         self._evictions, self._packs = Evictions(store.catalog), Packs(store.catalog)
         self._content, self._is_open, self._holds, self._newest_set = content, is_open, holds, newest_set
+        self._after_s = after_s
+        self._look_every_s = min(max(after_s / _LOOK_PARTS, _LOOK_LEAST_S), _LOOK_MOST_S)
+        self._looked_for_unused_s = float("-inf")
         self._asking = trio.CapacityLimiter(1)
         self._candidates: list[_Candidate] = []
         """What could make way when it was looked for, in the order in which it goes."""
@@ -137,6 +151,8 @@ class Evictor:
                     pass
                 elif self._doubts or self._room.lacking_bytes(saving=saving):
                     await self._make_way(saving=saving)
+                elif self._after_s != NEVER_S and self._is_time_for_unused():
+                    await self._give_up_unused()
                 elif self._shown and self._is_stale():
                     await self._look()
             except Exception as error:  # nobody's request; the mount lives on
@@ -187,6 +203,29 @@ class Evictor:
         self._candidates[:0] = in_use
         return freed_bytes
 
+    def _is_time_for_unused(self) -> bool:
+        return trio.current_time() - self._looked_for_unused_s >= self._look_every_s
+
+    async def _give_up_unused(self) -> None:
+        """Evict what nobody used for as long as was asked for, but the newest set."""
+        self._looked_for_unused_s = trio.current_time()
+        if not await self._remote_answers():
+            return
+        await self._look()
+        newest, since_s = self._newest_set(), time.time() - self._after_s
+        freed_bytes, stay = 0, []
+        for candidate in self._candidates:
+            ino = candidate.found.ino
+            used_s = max(self._used_s.get(ino, 0.0), candidate.read_s, candidate.changed_s)
+            if used_s > since_s or ino in newest or not self._is_free(candidate.found):
+                stay.append(candidate)
+            else:
+                freed_bytes += await self._evict(candidate)
+        self._candidates = stay
+        if freed_bytes:
+            await self._store.sync.sync()
+            log.info("%d bytes that were not used for long are on the remote alone now", freed_bytes)
+
     async def _remote_answers(self) -> bool:
         """Whether the remote that the store is bound to is there, now."""
         with trio.move_on_after(_ANSWER_S):
@@ -229,7 +268,7 @@ class Evictor:
             except FileNotFoundError:  # deleted since
                 continue
             if status.st_blocks:
-                candidates.append(_Candidate(each, status.st_blocks * 512, status.st_atime))
+                candidates.append(_Candidate(each, status.st_blocks * 512, status.st_atime, status.st_ctime))
         return candidates
 
     async def _evict(self, candidate: _Candidate) -> int:

@@ -129,6 +129,7 @@ class Replica:
             is_open=lambda ino: files().is_open(ino),
             holds=self.logs.holds,
             newest_set=self._newest_safe_files,
+            after_s=store.settings.evict_after_s,
         )
         self.on_remote_change: Callable[[Inode], None] = lambda ino: None
         """Called with a file whose bytes, or a directory of which a name, another writer changed."""

@@ -103,6 +103,11 @@ def _check_read_timeout(ctx: click.Context, parameter: click.Parameter, seconds:
     type=DURATION_OR_NEVER,
     help="So long after a file was saved, earlier ones give up what they have in common with it here; or never [10m].",
 )
+@click.option(
+    "--evict-after",
+    type=DURATION_OR_NEVER,
+    help="So long after its last use a file is on the remote alone, but for the newest set; or never [never].",
+)
 @click.option("--stop-timeout", type=DURATION, help="After SIGTERM, serve and upload for at most this long [25s].")
 @click.option(
     "--memory",
@@ -128,6 +133,7 @@ def mount(
     max_lag: float | None,
     read_timeout: float | None,
     reclaim_after: float | None,
+    evict_after: float | None,
     stop_timeout: float | None,
     memory_bytes: int | None,
 ) -> None:
@@ -145,6 +151,7 @@ def mount(
         "max_lag_s": max_lag,
         "read_timeout_s": read_timeout,
         "reclaim_after_s": reclaim_after,
+        "evict_after_s": evict_after,
         "stop_timeout_s": stop_timeout,
         "memory_bytes": memory_bytes,
     }

@@ -123,6 +123,35 @@ def test_a_save_takes_the_room_of_what_was_fetched(far: Site, disk: Path, near: 
     assert is_right(near / "new", of=1)
 
 
+def test_a_store_of_one_machine_is_compressed(tmp_path: Path) -> None:
+    """With a bucket on the same disk, and what was not used for a second only there; the newest stays whole."""
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    weights = [np.random.default_rng(number).standard_normal(MIB, dtype=np.float32) for number in range(6)]
+    with Site(tmp_path, tuning={}) as site:
+        site.mount("--remote", f"file://{bucket}", "--settle", "100ms", "--evict-after", "1s")
+        for number, array in enumerate(weights):
+            directory = site.mountpoint / f"step-{number}"
+            directory.mkdir()
+            np.save(directory / "model.npy", array)
+        assert ckptfs.wait(site.mountpoint, "replicated", 60)
+        until(lambda: local_bytes(site) < 1.5 * weights[0].nbytes, "all but the newest to be evicted", 60)
+        assert local_bytes(site) >= weights[0].nbytes
+        packs = sum(path.stat().st_size for path in bucket.rglob("*") if path.is_file())
+        assert packs < 0.9 * sum(array.nbytes for array in weights)
+        for number, array in enumerate(weights):
+            path = site.mountpoint / f"step-{number}" / "model.npy"
+            assert path.stat().st_blocks * 512 >= array.nbytes
+            assert np.array_equal(np.load(path), array)
+        site.umount()
+        site.mount()
+        assert all(
+            np.array_equal(np.load(site.mountpoint / f"step-{number}" / "model.npy"), array)
+            for number, array in enumerate(weights)
+        )
+        site.umount()
+
+
 @pytest.mark.slow
 def test_one_large_file_takes_the_room_of_what_was_fetched(far: Site, machines: Machines) -> None:
     """Faster than anybody looks, where the daemon writes: what does not fit waits until something made way."""

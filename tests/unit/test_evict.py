@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 import trio
 
+from ckptfs.config import NEVER_S
 from ckptfs.encoding.manifest import Content, decode_content
 from ckptfs.errors import RemoteError
 from ckptfs.ids import ImageId, Inode
@@ -58,7 +59,7 @@ class FakeRoom(Room):
 class Evicting:
     """A machine with published files, and its evictor."""
 
-    def __init__(self, made: Machine) -> None:
+    def __init__(self, made: Machine, after_s: float) -> None:
         self.made, self.room, self.remote = made, FakeRoom(made), Remote()
         self.held: set[ImageId] = set()
         self.newest: set[Inode] = set()
@@ -70,6 +71,7 @@ class Evicting:
             is_open=made.fs.is_open,
             holds=lambda image: image in self.held,
             newest_set=lambda: self.newest,
+            after_s=after_s,
         )
 
     async def _content(self, manifest: int) -> Content:
@@ -95,9 +97,9 @@ class Evicting:
 
 
 @asynccontextmanager
-async def evicting(path: Path) -> AsyncIterator[Evicting]:
+async def evicting(path: Path, after_s: float = NEVER_S) -> AsyncIterator[Evicting]:
     async with machine(path, MemoryStore()) as made, trio.open_nursery() as nursery:
-        found = Evicting(made)
+        found = Evicting(made, after_s)
         nursery.start_soon(found.evictor.run)
         yield found
         nursery.cancel_scope.cancel()
@@ -124,6 +126,35 @@ def test_the_least_recently_used_goes_first_and_the_newest_set_last(tmp_path: Pa
                 assert await it.here(*"abcde") == [*left]
             status = it.made.fs.attributes(it.made.store.names.inode(inos["a"]))
             assert (status.size, status.blocks * 512) == (SIZE, SIZE)
+
+    run(main)
+
+
+def test_what_nobody_used_for_long_goes_without_need(tmp_path: Path) -> None:
+    """But not the newest set, what is open, or what is not published; nothing while the remote is in doubt."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store", after_s=1.0) as it:
+            names = ["new", "open", "used", "free"]
+            await it.write(*names)
+            await it.made.publish()
+            it.newest = {await it.made.walk("new")}
+            fh = await it.made.fs.open(await it.made.walk("open"), os.O_RDONLY, CALLER)
+            await it.write("local")
+            it.remote.error = RemoteError("there is another bucket")
+            await trio.sleep(2)
+            assert await it.here(*names, "local") == [*names, "local"]
+            it.remote.error = None
+            with trio.fail_after(20):
+                while await it.here("free"):
+                    it.evictor.used(await it.made.walk("used"))
+                    await trio.sleep(0.1)
+            assert await it.here(*names, "local") == ["new", "open", "used", "local"]
+            await it.made.fs.release(fh)
+            with trio.fail_after(20):
+                while await it.here("open", "used"):
+                    await trio.sleep(0.1)
+            assert await it.here(*names, "local") == ["new", "local"]
 
     run(main)
 
