@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 
 from ckptfs.config import Tuning, usable_cores
 from ckptfs.encoding.codec import delta_shares
+from ckptfs.formats import dcpmetadata
 from ckptfs.formats.base import BITS, UNKNOWN, FileSource, Tensor, read_exactly
 from ckptfs.formats.recognise import recognise
 from ckptfs.insight.elements import Floats, element_bytes, values
@@ -116,6 +118,7 @@ def compare(before: str, after: str, tell: Tell = lambda done, of: None) -> Comp
 def _parts(top: str) -> list[_Part]:
     """What lies in *top*: tensors in file order, files by path."""
     found: list[_Part] = []
+    names = _DcpNames()
     for path, file in files_below(top):
         size = os.stat(path).st_size
         known = sealed(path)
@@ -123,10 +126,43 @@ def _parts(top: str) -> list[_Part]:
             tensors = [Tensor(*each) for each in map(astuple, known.content.tensors)]
         else:
             known, tensors = None, _recognised(path)
-        found += [_Part(path, file, tensor, False, known) for tensor in tensors]
+        found += [_Part(path, file, names.named(path, tensor), False, known) for tensor in tensors]
         if not tensors:
             found.append(_Part(path, file, Tensor("", UNKNOWN, (size,), 0, size), True, known))
     return found
+
+
+class _DcpNames:
+    """Names of the tensors in `.distcp` files, which lie in another file beside them."""
+
+    def __init__(self) -> None:
+        self._directory: str | None = None
+        self._starts: dict[str, list[dcpmetadata.Stored]] = {}
+
+    def named(self, path: str, tensor: Tensor) -> Tensor:
+        directory, file = os.path.split(path)
+        if not file.endswith(".distcp"):
+            return tensor
+        if directory != self._directory:
+            self._directory, self._starts = directory, _dcp_names(directory)
+        there = self._starts.get(file, [])
+        at = bisect_right(there, tensor.start, key=lambda each: each.start) - 1
+        if at < 0 or tensor.end > there[at].end:
+            return tensor
+        return replace(tensor, name=there[at].name)
+
+
+def _dcp_names(directory: str) -> dict[str, list[dcpmetadata.Stored]]:
+    """What lies in each file of a DCP checkpoint, by offset; nothing where its metadata is missing."""
+    try:
+        with open(os.path.join(directory, dcpmetadata.FILE_NAME), "rb") as file:
+            found = dcpmetadata.stored(file.read(dcpmetadata.MAX_BYTES))
+    except FileNotFoundError:
+        return {}
+    by_file: dict[str, list[dcpmetadata.Stored]] = {}
+    for each in sorted(found, key=lambda each: each.start):
+        by_file.setdefault(each.file, []).append(each)
+    return by_file
 
 
 def _recognised(path: str) -> list[Tensor]:

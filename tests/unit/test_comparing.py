@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptfs.formats import dcpmetadata
 from ckptfs.insight import comparing
 from ckptfs.insight.comparing import Comparison, Difference, compare
 
@@ -131,3 +133,50 @@ def test_empty_things(tmp_path: Path) -> None:
         compare(str(tmp_path / "a"), str(tmp_path / "missing"))
     os.mkfifo(tmp_path / "a" / "pipe")
     assert len(compare(str(tmp_path / "a"), str(tmp_path / "b")).differences) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_tensors_have_their_names(tmp_path: Path) -> None:
+    """Those of the state dict, so that another format of the same matches; hostile metadata costs the names alone."""
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    before = {name: torch.from_numpy(array) for name, array in state().items()}
+    after = {**before, "head": {"w": before["head.w"] * 1.5}, "epoch": torch.tensor(3)}
+    del after["head.w"]
+    dcp.save({"model": before}, checkpoint_id=tmp_path / "before")
+    dcp.save({"model": after, "lr": 0.5}, checkpoint_id=tmp_path / "after")
+    found = by_name(compare(str(tmp_path / "before"), str(tmp_path / "after")))
+    tensors = {name: each.state for name, each in found.items() if name is not None and name.startswith("model.")}
+    assert tensors == {
+        "model.emb": "identical", "model.head.w": "changed", "model.head.b": "identical", "model.step": "identical",
+        "model.epoch": "new",
+    }  # fmt: skip
+    assert found["model.head.w"].moved == pytest.approx(0.5)
+    save_file({name: tensor.numpy() for name, tensor in before.items()}, tmp_path / "model.safetensors")
+    across = compare(str(tmp_path / "before"), str(tmp_path / "model.safetensors"))
+    assert {each.state for each in across.differences if each.name is not None} == {"identical"}
+
+    class Hostile:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    for damaged in (pickle.dumps(Hostile()), b"", b"nonsense", (tmp_path / "after" / ".metadata").read_bytes()[:-50]):
+        (tmp_path / "after" / ".metadata").write_bytes(damaged)
+        compare(str(tmp_path / "before"), str(tmp_path / "after"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_shards_of_a_dcp_tensor() -> None:
+    """Each is named by where it begins."""
+    metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
+    filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
+    torch = pytest.importorskip("torch")
+    places = {
+        metadata.MetadataIndex("w", torch.Size([512 * rank, 0])): filesystem._StorageInfo(f"__{rank}_0.distcp", 10, 90)
+        for rank in (0, 1)
+    }
+    places[metadata.MetadataIndex("b", torch.Size([0]))] = filesystem._StorageInfo("__1_0.distcp", 100, 20)
+    document = pickle.dumps(metadata.Metadata({}, None, places))
+    assert dcpmetadata.stored(document) == [
+        ("__0_0.distcp", 10, 100, "w[0,0]"), ("__1_0.distcp", 10, 100, "w[512,0]"), ("__1_0.distcp", 100, 120, "b"),
+    ]  # fmt: skip
