@@ -215,8 +215,6 @@ def hashing() -> Iterator[None]:
     """A process that does nothing but hash memory, at idle priority."""
     process = multiprocessing.get_context("spawn").Process(target=_hash, daemon=True)
     process.start()
-    assert process.pid is not None
-    machine.make_idle(process.pid)
     try:
         yield
     finally:
@@ -225,6 +223,8 @@ def hashing() -> Iterator[None]:
 
 
 def _hash() -> None:
+    os.setsid()  # priority is that of the session, in which the training is
+    machine.make_idle(os.getpid())
     memory = os.urandom(64 * MIB)
     while True:
         hashlib.blake2b(memory).digest()

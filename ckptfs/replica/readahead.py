@@ -2,10 +2,11 @@
 
 Who reads a whole file wants as much on its way as the line to the remote holds. Who reads a few tensors, a slice of
 one, or the first layers of a model, must not pay for the rest: `ckptfs.reading` says what readers have earned. Within
-that, fetching ends with the tensor that is being read, unless the two before it were read whole: then the reader is led
-on into the next. Behind what is read through a map the kernel reads on, into a tensor that nobody asked for: ahead of
-that nothing is fetched. A file in which no tensors are known is read whole when it is read from its start: then as much
-is fetched ahead as was read. Several threads or processes that share the work are one reader.
+that, fetching ends with the tensor that is being read, unless the two before it were read whole, or two files of the
+set: then the reader is led on into the next. Behind what is read through a map the kernel reads on, into a tensor that
+nobody asked for: ahead of that nothing is fetched, but for who began with the file's start. A file in which no tensors
+are known is read whole when it is read from its start: then as much is fetched ahead as was read. Several threads or
+processes that share the work are one reader.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def window_end(content: Content, reading: Reading, position: int, most_bytes: in
     if begun == 0 and not content.tensors:
         end = min(position + min(position - begun, most_bytes), content.size)
     else:
-        led_on = content.tensors_between(begun, position) >= ON_AFTER_TENSORS
+        led_on = reading.account.share == 1 or content.tensors_between(begun, position) >= ON_AFTER_TENSORS
         start = content.tensor_start(position)
-        if not led_on and begun < start - _KERNEL_READS_BEFORE and position <= start + _KERNEL_READS_ON:
+        if not led_on and 0 < begun < start - _KERNEL_READS_BEFORE and position <= start + _KERNEL_READS_ON:
             return position
         last = content.size if led_on else content.tensor_end(position)
         end = min(position + min(reading.earned(position), most_bytes), last)

@@ -131,30 +131,32 @@ def test_the_least_recently_used_goes_first_and_the_newest_set_last(tmp_path: Pa
 
 
 def test_what_nobody_used_for_long_goes_without_need(tmp_path: Path) -> None:
-    """But not the newest set, what is open, or what is not published; nothing while the remote is in doubt."""
+    """But not the newest set, what is open, or needed by work of ours; nothing while the remote is in doubt."""
 
     async def main() -> None:
         async with evicting(tmp_path / "store", after_s=1.0) as it:
-            names = ["new", "open", "used", "free"]
+            names = ["new", "held", "open", "used", "free"]
             await it.write(*names)
             await it.made.publish()
             it.newest = {await it.made.walk("new")}
             fh = await it.made.fs.open(await it.made.walk("open"), os.O_RDONLY, CALLER)
-            await it.write("local")
+            held = await it.image("held")
+            assert held is not None
+            it.held.add(held)
             it.remote.error = RemoteError("there is another bucket")
             await trio.sleep(2)
-            assert await it.here(*names, "local") == [*names, "local"]
+            assert await it.here(*names) == names
             it.remote.error = None
             with trio.fail_after(20):
                 while await it.here("free"):
                     it.evictor.used(await it.made.walk("used"))
                     await trio.sleep(0.1)
-            assert await it.here(*names, "local") == ["new", "open", "used", "local"]
+            assert await it.here(*names) == ["new", "held", "open", "used"]
             await it.made.fs.release(fh)
             with trio.fail_after(20):
                 while await it.here("open", "used"):
                     await trio.sleep(0.1)
-            assert await it.here(*names, "local") == ["new", "local"]
+            assert await it.here(*names) == ["new", "held"]
 
     run(main)
 

@@ -71,12 +71,22 @@ def test_a_careful_reader_is_not_led_into_the_next_tensor() -> None:
 
 
 def test_behind_a_mapped_tensor() -> None:
-    """The kernel reads on into the next, and nothing more is fetched of that; but of one that is read alone."""
+    """The kernel reads on into the next, and nothing more is fetched of that; but of one that is read alone, for who
+    began with the file, and where all of the set is wanted."""
     file = content(1001, 10)
-    for begun, position, end in ((200, 301.5, 301.5), (290, 302, 302), (200, 303, 333), (300.75, 301.5, 331)):
+    for begun, position, end in (
+        (200, 301.5, 301.5),
+        (290, 302, 302),
+        (200, 303, 333),
+        (300.75, 301.5, 331),
+        (0, 101.5, 131),
+    ):
         reading = read((int(begun * CHUNK), int(position * CHUNK)))
         reading.account.read_bytes = 30 * SHARE * CHUNK
         assert window_end(file, reading, int(position * CHUNK), MOST) == end * CHUNK
+    reading = read((200 * CHUNK, 302 * CHUNK))
+    reading.account.share = 1
+    assert window_end(file, reading, 302 * CHUNK, 200 * CHUNK) == 404 * CHUNK
 
 
 def test_what_is_fetched_in_vain_is_a_share_of_what_was_read() -> None:
