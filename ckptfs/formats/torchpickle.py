@@ -240,6 +240,25 @@ def read_pickle(file: BinaryIO) -> Pickle:
     return Pickle(is_whole, [uses[key] for key in machine.storages], machine.items())
 
 
+def entries(value: object) -> Sequence[tuple[object, object]]:
+    """What a dict of a pickle holds, by key, or an object by attribute; nothing for any other *value*."""
+    if not isinstance(value, _Node):
+        return ()
+    if len(value.pairs) == 1 and value.pairs[0][0] is None:
+        state = value.pairs[0][1]
+        return state.pairs if isinstance(state, _Node) else ()
+    return value.pairs
+
+
+def size(value: object) -> tuple[int, ...] | None:
+    """A torch.Size, or a tuple of numbers; None for any other *value*."""
+    if isinstance(value, _Node) and value.call == "torch.Size" and isinstance(value.args, tuple) and value.args:
+        value = value.args[0]
+    if isinstance(value, tuple) and len(value) <= 64 and all(type(each) is int and each >= 0 for each in value):
+        return value
+    return None
+
+
 def storage(use: StorageUse, start: int, end: int) -> Tensor:
     """The storage whose bytes lie there, as one tensor: as the first tensor in it where that is all of it."""
     name = use.name or use.key
@@ -264,12 +283,7 @@ def _described(tensor: _Node, dtype: str) -> tuple[str, tuple[int, ...] | None]:
             name = _name(arg)
             if name.startswith("torch.") and name[6:] in BITS:
                 dtype = name[6:]
-    shape = args[2]
-    if isinstance(shape, _Node) and shape.call == "torch.Size" and isinstance(shape.args, tuple) and shape.args:
-        shape = shape.args[0]
-    if isinstance(shape, tuple) and len(shape) <= 64 and all(type(size) is int and size >= 0 for size in shape):
-        return dtype, shape
-    return dtype, None
+    return dtype, size(args[2])
 
 
 def _walk(roots: list[object]) -> Iterator[tuple[str, _Storage, _Node | None]]:
