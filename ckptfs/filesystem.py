@@ -73,10 +73,10 @@ class FileSystem:
         self._pins: Counter[Inode] = Counter()
         self._unpurged: set[Inode] = set()
         self._unlinked_here: set[Inode] = set()
+        """Without a name because a program here took it away, and not another writer."""
         self._unlinked_at = float("-inf")
         self._unlinked_bytes = 0
         """Of files that were removed a moment ago, and whose room may not be free yet."""
-        """Without a name because a program here took it away, and not another writer."""
         self._changed_at = -1e9
         self.saves = SaveTimes()
         self.files = OpenFiles(store, self._listener, source)

@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 def stored(metadata: bytes) -> list[Stored]:
     """What *metadata* says, as far as it is understood. Never raises for what the bytes are."""
     places = [
-        (dict(_named(key)), dict(_named(place)))
+        (_attributes(key), _attributes(place))
         for root in read_pickle(io.BytesIO(metadata)).items
         for name, value in entries(root)
         if name == "storage_data"
@@ -49,8 +49,8 @@ def stored(metadata: bytes) -> list[Stored]:
     return found
 
 
-def _named(value: object) -> list[tuple[str, object]]:
-    return [(name, each) for name, each in entries(value) if isinstance(name, str)]
+def _attributes(value: object) -> dict[str, object]:
+    return {name: each for name, each in entries(value) if isinstance(name, str)}
 
 
 def _name(tensor: str, where: tuple[int, ...] | None) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,7 +119,7 @@ def compare(before: str, after: str, tell: Tell = lambda done, of: None) -> Comp
 def _parts(top: str) -> list[_Part]:
     """What lies in *top*: tensors in file order, files by path."""
     found: list[_Part] = []
-    names = _DcpNames()
+    dcp_names = cache(_dcp_names)  # a checkpoint has one file of metadata, and many of tensors
     for path, file in files_below(top):
         size = os.stat(path).st_size
         known = sealed(path)
@@ -126,30 +127,21 @@ def _parts(top: str) -> list[_Part]:
             tensors = [Tensor(*each) for each in map(astuple, known.content.tensors)]
         else:
             known, tensors = None, _recognised(path)
-        found += [_Part(path, file, names.named(path, tensor), False, known) for tensor in tensors]
+        if path.endswith(".distcp"):
+            directory, name = os.path.split(path)
+            tensors = [_renamed(tensor, dcp_names(directory).get(name, [])) for tensor in tensors]
+        found += [_Part(path, file, tensor, False, known) for tensor in tensors]
         if not tensors:
             found.append(_Part(path, file, Tensor("", UNKNOWN, (size,), 0, size), True, known))
     return found
 
 
-class _DcpNames:
-    """Names of the tensors in `.distcp` files, which lie in another file beside them."""
-
-    def __init__(self) -> None:
-        self._directory: str | None = None
-        self._starts: dict[str, list[dcpmetadata.Stored]] = {}
-
-    def named(self, path: str, tensor: Tensor) -> Tensor:
-        directory, file = os.path.split(path)
-        if not file.endswith(".distcp"):
-            return tensor
-        if directory != self._directory:
-            self._directory, self._starts = directory, _dcp_names(directory)
-        there = self._starts.get(file, [])
-        at = bisect_right(there, tensor.start, key=lambda each: each.start) - 1
-        if at < 0 or tensor.end > there[at].end:
-            return tensor
-        return replace(tensor, name=there[at].name)
+def _renamed(tensor: Tensor, there: Sequence[dcpmetadata.Stored]) -> Tensor:
+    """*tensor* with the name of what lies *there*, by offset."""
+    at = bisect_right(there, tensor.start, key=lambda each: each.start) - 1
+    if at < 0 or tensor.end > there[at].end:
+        return tensor
+    return replace(tensor, name=there[at].name)
 
 
 def _dcp_names(directory: str) -> dict[str, list[dcpmetadata.Stored]]:

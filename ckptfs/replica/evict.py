@@ -151,7 +151,7 @@ class Evictor:
                     pass
                 elif self._doubts or self._room.lacking_bytes(saving=saving):
                     await self._make_way(saving=saving)
-                elif self._after_s != NEVER_S and self._is_time_for_unused():
+                elif self._is_time_for_unused():
                     await self._give_up_unused()
                 elif self._shown and self._is_stale():
                     await self._look()
@@ -204,7 +204,8 @@ class Evictor:
         return freed_bytes
 
     def _is_time_for_unused(self) -> bool:
-        return trio.current_time() - self._looked_for_unused_s >= self._look_every_s
+        since_s = trio.current_time() - self._looked_for_unused_s
+        return self._after_s != NEVER_S and since_s >= self._look_every_s
 
     async def _give_up_unused(self) -> None:
         """Evict what nobody used for as long as was asked for, but the newest set."""
