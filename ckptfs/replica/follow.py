@@ -130,7 +130,7 @@ class Follower:
         except (RemoteError, FormatError) as error:
             errors.append(error)
         if errors:
-            if not self.failing:
+            if str(errors[0]) != self.last_error:  # an outage that changes its reason is told again
                 log.warning("cannot follow other writers: %s", errors[0])
             self.failing = any(isinstance(error, RemoteError) for error in errors)
             self.last_error = str(errors[0])

@@ -66,7 +66,8 @@ class Hydrator:
         self.last_error: str | None = None
         """Why bytes did not come, and what is done about it; None once some came."""
         self._failed_at = 0.0
-        retrying = Retrying(remote, limits, on_retry=self._failing)
+        self._answered: tuple[float, RemoteError] | None = None
+        retrying = Retrying(remote, limits, on_retry=self._repeat)
         limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
         self._room = room
@@ -88,8 +89,17 @@ class Hydrator:
         finally:
             self._stop.set()
 
-    def _failing(self, error: Exception, wait_s: float = 0.0) -> None:
+    def _failing(self, error: Exception) -> None:
         self.last_error, self._failed_at = str(error), time.monotonic()
+
+    def _repeat(self, error: RemoteError, wait_s: float) -> None:
+        """A request failed and is repeated; called in its thread."""
+        self._answered = (time.monotonic(), error)
+        self._failing(error)
+
+    def _answer(self, since: float) -> str:
+        """What the remote said to a request that failed after *since* (monotonic seconds)."""
+        return str(self._answered[1]) if self._answered is not None and self._answered[0] >= since else "no answer"
 
     def forget_error(self) -> None:
         """The remote answers, nobody waits for bytes: why some did not come a while ago is past."""
@@ -211,6 +221,7 @@ class Hydrator:
 
     async def _arrive(self, image: Image, content: Content, start: int, end: int, purpose: Purpose) -> dict[int, Raw]:
         """Wait for the bytes [start, end); gives by offset those chunks of them that did not go into the image."""
+        began = time.monotonic()
         deadline = trio.current_time() + self._read_timeout_s
         held: dict[int, Raw] = {}
         cause: Exception | None = None
@@ -220,7 +231,7 @@ class Hydrator:
                     await flight.done.wait()
                 late = trio.current_time() >= deadline
                 if not flight.done.is_set():
-                    missed = ContentUnavailable(f"the remote did not deliver in time: {cause or 'no answer'}")
+                    missed = ContentUnavailable(f"the remote did not deliver in time: {cause or self._answer(began)}")
                     self._failing(missed)
                     raise missed from cause
                 if flight.raw is not None and purpose is Purpose.READ:

@@ -15,6 +15,8 @@ class MemoryStore:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.failing = False
+        self.reason = "the store is down"
+        """What it says while it is failing."""
         self.gets: list[tuple[str, int]] = []
         """(key, bytes returned) of every get."""
         self.lists = 0
@@ -73,4 +75,4 @@ class MemoryStore:
     def _check(self, key: str) -> None:
         check_key(key)
         if self.failing:
-            raise RemoteError("the store is down", key=key, temporary=True)
+            raise RemoteError(self.reason, key=key, temporary=True)

@@ -199,6 +199,24 @@ def test_a_failing_remote_is_never_the_lookers_problem(tmp_path: Path, caplog: p
     assert caplog.text.count("cannot follow other writers") == 1
 
 
+def test_an_outage_that_changes_its_reason_is_told_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each reason is logged once, and again after the remote answered."""
+
+    async def test(world: World) -> None:
+        b = world.peer("b")
+        for reasons in (["no answer", "no answer", "refused", "refused"], [None, "refused"]):
+            for reason in reasons:
+                world.remote.failing = reason is not None
+                world.remote.reason = reason or ""
+                await b.follower.check()
+                assert (b.follower.last_error is None) == (reason is None)
+
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, test)
+    said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    assert said == ["no answer", "refused", "refused"]
+
+
 def test_a_damaged_head_hides_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A head that does not decode is logged once and left out; others are followed."""
 

@@ -471,9 +471,9 @@ def test_an_outage_is_waited_out_up_to_the_timeout(tmp_path: Path) -> None:
 
     async def test() -> None:
         image, content = await disk.sparse(row)
-        disk.remote.failing = True
+        disk.remote.failing, disk.remote.reason = True, "the credentials are refused"
         started = trio.current_time()
-        with pytest.raises(ContentUnavailable):
+        with pytest.raises(ContentUnavailable, match="credentials are refused"):
             await disk.hydrator.read(image, content, 0, PIECE)
         assert 0.3 < trio.current_time() - started < 5
         async with trio.open_nursery() as nursery:
