@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import trio
 
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 _UNLINKED_JUST_NOW_S = 1.0
 _FORGOTTEN_AFTER_S = 0.05
+_ATIME_NS = 24 * 3600 * 10**9
+"""An atime that is older moves when somebody reads, whatever happened since."""
 XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 XATTR_MAX = 64 << 10
 
@@ -81,6 +83,8 @@ class FileSystem:
         self.saves = SaveTimes()
         self.files = OpenFiles(store, self._listener, source)
         self.files.on_freed = self.purge_if_gone
+        self.on_accessed: Callable[[Inode], None] = lambda ino: None
+        """Called when atime moved and the kernel, which may have the file's pages, will not see that it was read."""
         self._naming = Naming(store, tombstones=tree is not None, is_flushed=self.files.is_flushed)
         store.sync.is_being_written = self.files.is_being_written
         store.sync.on_flushed = self._flushed
@@ -113,6 +117,7 @@ class FileSystem:
             unknown = self._tree.unknown()
             if unknown is not None:  # empty would read as: nothing was ever saved, start from the beginning
                 raise ContentUnavailable(f"what is on the remote is not known: {unknown}")
+        self._accessed(row)
         return entries
 
     def check_named(self, ino: Inode) -> None:
@@ -129,6 +134,7 @@ class FileSystem:
             raise InvalidArgument(f"inode {ino} is not a symbolic link")
         if self._tree is not None:
             self.check_named(ino)  # a marker that was replaced elsewhere must not name what was removed since
+        self._accessed(row)
         return row.target
 
     def attributes(self, row: InodeRow) -> Attributes:
@@ -353,7 +359,11 @@ class FileSystem:
         self._changed_at = time.monotonic() if flags & os.O_ACCMODE else self._changed_at
         if self.files.get(ino) is None:
             self.check_named(ino)
-        return await self.files.open(ino, flags, privileged=caller.uid == 0)
+        fh = await self.files.open(ino, flags, privileged=caller.uid == 0)
+        reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_TRUNC
+        if reads and self._accessed(self._names.inode(ino)) and self.files.handle(fh).file.backing is None:
+            self.on_accessed(ino)
+        return fh
 
     async def release(self, fh: int) -> None:
         file = await self.files.release(fh)
@@ -428,6 +438,22 @@ class FileSystem:
     def _check_writable(self) -> None:
         if self._read_only:
             raise ReadOnly("this mount is read-only")
+
+    def _accessed(self, row: InodeRow) -> bool:
+        """Somebody looks into it: atime moves by relatime's rule, and is published with the next change of the entry.
+
+        Whether it moved. The kernel does not tell of reads that it serves itself: opening a file to read it counts.
+        """
+        now_ns, shown = time.time_ns(), self.attributes(row)
+        is_recent = max(shown.mtime_ns, shown.ctime_ns) < row.atime_ns and now_ns - row.atime_ns < _ATIME_NS
+        if is_recent or self._read_only:
+            return False
+        try:
+            self._names.update_inode(row.ino, atime_ns=now_ns)
+        except OSError as error:  # a full or failing disk: reading goes on
+            log.debug("inode %d keeps its atime: %s", row.ino, error)
+            return False
+        return True
 
     def _attribute_changed(self, ino: Inode) -> None:
         self._names.update_inode(ino, ctime_ns=time.time_ns())

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import pyfuse3
 import trio
@@ -67,6 +68,7 @@ class Operations(pyfuse3.Operations):
         """When the kernel was last told the names of a directory, and with them what they are."""
         self._content_seen: set[Inode] = set()
         self._forgotten: list[tuple[Inode, int]] = []
+        filesystem.on_accessed = partial(pyfuse3.invalidate_inode, attr_only=True)
 
     def changed_elsewhere(self, ino: Inode) -> None:
         """Another writer changed the bytes of a file or a name in a directory: the next open must not find what was."""

@@ -67,6 +67,13 @@ class Side:
                 self.record.append((f"{what} changed of {label!r}", [key for key in old if old[key] != new[key]]))
         return result
 
+    def accessed(self, what: str, name: str | bytes, function: Callable[..., Any], *args: Any) -> None:
+        """Attempt *function* and record whether it moved the atime of *name*."""
+        _tick()
+        before = os.lstat(self.path(name)).st_atime_ns
+        self.attempt(what, function, *args)
+        self.record.append((f"{what} moved atime", os.lstat(self.path(name)).st_atime_ns > before))
+
     def _times(self, name: str | bytes | int) -> dict[str, int]:
         try:
             status = os.fstat(name) if isinstance(name, int) else os.lstat(self.path(name))

@@ -40,6 +40,43 @@ def what_opening_changes(d: Side) -> None:
 
 
 @case
+def what_reading_changes(d: Side) -> None:
+    """atime, once after each change (relatime)."""
+    if os.statvfs(d.root).f_flag & os.ST_NOATIME:
+        pytest.skip("reading changes no time where the plain directory is")
+
+    def read(name: str, flags: int = os.O_RDONLY) -> bytes:
+        fd = os.open(d.path(name), flags)
+        try:
+            return os.read(fd, 100)
+        finally:
+            os.close(fd)
+
+    d.write_file("file", b"contents")
+    os.mkdir(d.path("directory"))
+    os.symlink("file", d.path("link"))
+    for change in (
+        lambda: None,
+        lambda: d.write_file("file", b"other contents"),
+        lambda: os.chmod(d.path("file"), 0o600),
+        lambda: os.utime(d.path("file"), ns=(5, 5)),
+    ):
+        change()
+        d.sealed("file")
+        d.accessed("look", "file", os.stat, d.path("file"))
+        for flags in (os.O_RDONLY, os.O_RDWR, os.O_RDONLY):
+            d.accessed("read", "file", read, "file", flags)
+    d.accessed("write", "file", d.write_file, "file", b"new")
+    for _ in range(2):
+        for _ in range(2):
+            d.accessed("list", "directory", lambda: sorted(os.listdir(d.path("directory"))))
+        d.write_file("directory/entry", b"")
+    for _ in range(2):
+        d.accessed("readlink", "link", os.readlink, d.path("link"))
+    d.accessed("follow", "link", read, "link")
+
+
+@case
 def chmod(d: Side) -> None:
     d.write_file("file", b"x")
     os.mkdir(d.path("directory"))
