@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
@@ -18,9 +17,9 @@ import numpy as np
 
 from ckptfs.config import Tuning, usable_cores
 from ckptfs.encoding.codec import delta_shares
-from ckptfs.formats import dcpmetadata
 from ckptfs.formats.base import BITS, UNKNOWN, FileSource, Tensor, read_exactly
 from ckptfs.formats.recognise import recognise
+from ckptfs.insight.dcpnames import names_in, with_names
 from ckptfs.insight.elements import Floats, element_bytes, values
 from ckptfs.insight.listing import files_below
 from ckptfs.insight.matching import Named, match
@@ -119,7 +118,7 @@ def compare(before: str, after: str, tell: Tell = lambda done, of: None) -> Comp
 def _parts(top: str) -> list[_Part]:
     """What lies in *top*: tensors in file order, files by path."""
     found: list[_Part] = []
-    dcp_names = cache(_dcp_names)  # a checkpoint has one file of metadata, and many of tensors
+    names = cache(names_in)
     for path, file in files_below(top):
         size = os.stat(path).st_size
         known = sealed(path)
@@ -127,34 +126,11 @@ def _parts(top: str) -> list[_Part]:
             tensors = [Tensor(*each) for each in map(astuple, known.content.tensors)]
         else:
             known, tensors = None, _recognised(path)
-        if path.endswith(".distcp"):
-            directory, name = os.path.split(path)
-            tensors = [_renamed(tensor, dcp_names(directory).get(name, [])) for tensor in tensors]
+        tensors = with_names(path, tensors, names)
         found += [_Part(path, file, tensor, False, known) for tensor in tensors]
         if not tensors:
             found.append(_Part(path, file, Tensor("", UNKNOWN, (size,), 0, size), True, known))
     return found
-
-
-def _renamed(tensor: Tensor, there: Sequence[dcpmetadata.Stored]) -> Tensor:
-    """*tensor* with the name of what lies *there*, by offset."""
-    at = bisect_right(there, tensor.start, key=lambda each: each.start) - 1
-    if at < 0 or tensor.end > there[at].end:
-        return tensor
-    return replace(tensor, name=there[at].name)
-
-
-def _dcp_names(directory: str) -> dict[str, list[dcpmetadata.Stored]]:
-    """What lies in each file of a DCP checkpoint, by offset; nothing where its metadata is missing."""
-    try:
-        with open(os.path.join(directory, dcpmetadata.FILE_NAME), "rb") as file:
-            found = dcpmetadata.stored(file.read(dcpmetadata.MAX_BYTES))
-    except FileNotFoundError:
-        return {}
-    by_file: dict[str, list[dcpmetadata.Stored]] = {}
-    for each in sorted(found, key=lambda each: each.start):
-        by_file.setdefault(each.file, []).append(each)
-    return by_file
 
 
 def _recognised(path: str) -> list[Tensor]:

@@ -15,6 +15,7 @@ from ckptfs.errors import IsADirectory
 from ckptfs.formats.base import FileSource
 from ckptfs.formats.cutting import pieces
 from ckptfs.formats.recognise import recognise
+from ckptfs.insight.dcpnames import with_names
 from ckptfs.insight.sealed import Sealed, sealed
 from ckptfs.local.images import data_spans
 
@@ -74,7 +75,7 @@ def inspect(path: str, tuning: Tuning | None = None) -> FileView:
     size = os.stat(path).st_size
     known = sealed(path)
     if known is not None and known.content.size == size:
-        return _sealed_view(known)
+        return _sealed_view(path, known)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         source = FileSource(fd)
@@ -87,10 +88,10 @@ def inspect(path: str, tuning: Tuning | None = None) -> FileView:
     finally:
         os.close(fd)
     seen = [TensorSpan(each.name, each.dtype, each.shape, each.start, each.end) for each in tensors]
-    return _view(source.size, False, seen, chunks)
+    return _view(source.size, False, with_names(path, seen), chunks)
 
 
-def _sealed_view(known: Sealed) -> FileView:
+def _sealed_view(path: str, known: Sealed) -> FileView:
     content = known.content
     chunks = []
     for offset, chunk in zip(content.offsets(), content.chunks, strict=True):
@@ -98,7 +99,7 @@ def _sealed_view(known: Sealed) -> FileView:
         where = _where(known.whole or place.here, place.encoded_bytes is not None)
         codec = None if place.codec is None else CODECS.get(place.codec, f"codec {place.codec}")
         chunks.append(ChunkView(offset, chunk.length, chunk.dtype, chunk.id.hex(), where, codec, place.encoded_bytes))
-    return _view(content.size, True, content.tensors, chunks)
+    return _view(content.size, True, with_names(path, content.tensors), chunks)
 
 
 def _view(size: int, is_sealed: bool, tensors: Sequence[TensorSpan], chunks: Sequence[ChunkView]) -> FileView:

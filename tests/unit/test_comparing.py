@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from ckptfs.formats import dcpmetadata
 from ckptfs.insight import comparing
 from ckptfs.insight.comparing import Comparison, Difference, compare
+from ckptfs.insight.inspecting import inspect
 
 RANDOM = np.random.default_rng(5)
 Arrays = dict[str, np.ndarray]
@@ -152,6 +153,8 @@ def test_dcp_tensors_have_their_names(tmp_path: Path) -> None:
         "model.epoch": "new",
     }  # fmt: skip
     assert found["model.head.w"].moved == pytest.approx(0.5)
+    seen = [tensor.name for tensor in inspect(str(tmp_path / "after" / "__0_0.distcp")).tensors]
+    assert sorted(seen) == sorted(tensors)
     save_file({name: tensor.numpy() for name, tensor in before.items()}, tmp_path / "model.safetensors")
     across = compare(str(tmp_path / "before"), str(tmp_path / "model.safetensors"))
     assert {each.state for each in across.differences if each.name is not None} == {"identical"}
