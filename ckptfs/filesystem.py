@@ -18,9 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import trio
 
-from ckptfs.attributes import CAPABILITIES, AttributeChange, Attributes, Caller
+from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.errors import (
-    AttributeMissing,
     ContentUnavailable,
     DirectoryNotEmpty,
     InvalidArgument,
@@ -28,7 +27,6 @@ from ckptfs.errors import (
     NameExists,
     NameMissing,
     NotDirectory,
-    NotSupported,
     ReadOnly,
     Stale,
 )
@@ -37,10 +35,11 @@ from ckptfs.ids import ROOT_INODE, ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
-from ckptfs.naming import NAME_MAX, Naming, check_name
+from ckptfs.naming import Naming, check_name
 from ckptfs.openfiles import OpenFiles
 from ckptfs.replica.logs import OpenLog
 from ckptfs.saves import SaveTimes
+from ckptfs.xattrs import ExtendedAttributes
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ _UNLINKED_JUST_NOW_S = 1.0
 _FORGOTTEN_AFTER_S = 0.05
 _ATIME_NS = 24 * 3600 * 10**9
 """An atime that is older moves when somebody reads, whatever happened since."""
-XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
-XATTR_MAX = 64 << 10
 
 
 class FileSystem:
@@ -81,6 +78,7 @@ class FileSystem:
         """Of files that were removed a moment ago, and whose room may not be free yet."""
         self._changed_at = -1e9
         self.saves = SaveTimes()
+        self.xattrs = ExtendedAttributes(store, self._listener, read_only=read_only)
         self.files = OpenFiles(store, self._listener, source)
         self.files.on_freed = self.purge_if_gone
         self.on_accessed: Callable[[Inode], None] = lambda ino: None
@@ -310,45 +308,6 @@ class FileSystem:
             self._listener.attributes_changed(ino)
         return self.attributes(self._names.inode(ino))
 
-    async def getxattr(self, ino: Inode, name: bytes) -> bytes:
-        _check_namespace(name)
-        value = self._names.xattr(ino, name)
-        if value is None:
-            raise AttributeMissing(f"inode {ino} has no attribute {name!r}")
-        return value
-
-    def is_plain(self, ino: Inode) -> bool:
-        """Whether it has no capabilities."""
-        return self._names.xattr(ino, CAPABILITIES) is None
-
-    async def listxattr(self, ino: Inode) -> list[bytes]:
-        self._names.inode(ino)
-        return list(self._names.xattrs(ino))
-
-    async def setxattr(self, ino: Inode, name: bytes, value: bytes) -> None:
-        self._check_writable()
-        _check_namespace(name)
-        if len(name) > NAME_MAX or len(value) > XATTR_MAX or name in XATTR_NAMESPACES:
-            raise InvalidArgument(f"{name[:NAME_MAX]!r} with {len(value)} bytes is no attribute that can be kept")
-        self._names.inode(ino)
-        if self._names.xattr(ino, name) == value:
-            return  # as on ext4, this is no change: ctime stays, and nothing is to be published
-        self.store.check_room()
-        with self.store.catalog.transaction():
-            self._names.set_xattr(ino, name, value)
-            self._attribute_changed(ino)
-        self._listener.attributes_changed(ino)
-
-    async def removexattr(self, ino: Inode, name: bytes) -> None:
-        self._check_writable()
-        _check_namespace(name)
-        self._names.inode(ino)
-        with self.store.catalog.transaction():
-            if not self._names.remove_xattr(ino, name):
-                raise AttributeMissing(f"inode {ino} has no attribute {name!r}")
-            self._attribute_changed(ino)
-        self._listener.attributes_changed(ino)
-
     # Opening
 
     async def open(self, ino: Inode, flags: int, caller: Caller) -> int:
@@ -454,10 +413,6 @@ class FileSystem:
             log.debug("inode %d keeps its atime: %s", row.ino, error)
             return False
         return True
-
-    def _attribute_changed(self, ino: Inode) -> None:
-        self._names.update_inode(ino, ctime_ns=time.time_ns())
-        self._names.state_changed(ino, self.store.clock.tick())
 
     def _unlinked(self, row: InodeRow) -> None:
         """A name of *row*, as it was before, was taken away by a program."""
@@ -596,8 +551,3 @@ class FileSystem:
             await self.files.truncate(file, size, privileged=caller.uid == 0, replaces=size == 0)
         finally:
             self.files.give_back(file)
-
-
-def _check_namespace(name: bytes) -> None:
-    if not name.startswith(XATTR_NAMESPACES):
-        raise NotSupported(f"attributes like {name!r} are not kept")

@@ -27,7 +27,6 @@ from contextlib import contextmanager
 
 import trio
 
-from ckptfs.attributes import CAPABILITIES, SET_ID_BITS
 from ckptfs.errors import ContentUnavailable, Stale
 from ckptfs.fileimages import FileImages
 from ckptfs.handles import Backing, ByteSource, ChangeListener, Handle, OpenFile
@@ -36,6 +35,7 @@ from ckptfs.ids import ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image
 from ckptfs.local.store import Store
+from ckptfs.xattrs import drop_privileges
 
 log = logging.getLogger(__name__)
 
@@ -286,23 +286,45 @@ class OpenFiles:
 
     # Bytes
 
+    def to_read(self, fh: int, offset: int, size: int) -> int:
+        """The descriptor of the image that has these bytes, at the same offset; -1 when some are elsewhere."""
+        file = self._handles[fh].file
+        image, content = file.image, file.content
+        if image.whole:
+            if content is not None:
+                self._was_read(file, offset, offset + size)
+            return image.fd
+        assert content is not None and self._source is not None
+        end = min(offset + size, content.size)
+        if offset >= end or image.present is None or not image.present.covers(offset, end):
+            return -1
+        self._was_read(file, offset, end)
+        self._source.read_ahead(image, content, end, file.reading)
+        return image.fd
+
     async def read(self, fh: int, offset: int, size: int) -> bytes:
         """Up to *size* bytes at *offset*; short only at the end of the file."""
-        handle = self._handles[fh]
-        file = handle.file
-        if file.image.whole:
-            if file.content is not None:
-                self._was_read(file, offset, offset + size)
-            return os.pread(file.image.fd, size, offset)
+        image = self.to_read(fh, offset, size)
+        if image >= 0:
+            return os.pread(image, size, offset)
+        file = self._handles[fh].file
         assert file.content is not None and self._source is not None
         end = min(offset + size, file.content.size)
         if offset >= end:
             return b""
         self._was_read(file, offset, end)
         self._source.read_ahead(file.image, file.content, end, file.reading)
-        if file.image.present is not None and file.image.present.covers(offset, end):
-            return os.pread(file.image.fd, end - offset, offset)
         return await self._source.read(file.image, file.content, offset, end)
+
+    def to_write(self, fh: int) -> int:
+        """The descriptor of the image that may be written at once, at the same offset (then `wrote`); else -1."""
+        file = self._handles[fh].file
+        return file.image.fd if file.modified and file.manifest is None else -1
+
+    def wrote(self, handle: Handle, offset: int) -> None:
+        """Bytes at *offset* were written through *handle*."""
+        self._wrote(handle.file, offset)
+        drop_privileges(self._store, handle.file.ino, keeping_set_id=handle.privileged)
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         """Write *data* at *offset*; returns how much, less than all only where the disk became full.
@@ -311,7 +333,7 @@ class OpenFiles:
         """
         handle = self._handles[fh]
         file = handle.file
-        if not file.modified or file.manifest is not None:
+        if self.to_write(fh) < 0:
             await self._begin_change(file)
         written, asked = 0, False
         view = memoryview(data)
@@ -325,8 +347,7 @@ class OpenFiles:
                     raise
                 asked = True
                 await self.on_full()
-        self._wrote(file, offset)
-        self.drop_privileges(file.ino, keeping_set_id=handle.privileged)
+        self.wrote(handle, offset)
         return written
 
     def seek(self, fh: int, offset: int, *, hole: bool) -> int:
@@ -361,7 +382,7 @@ class OpenFiles:
             os.truncate(self._store.images.file(file.image.id), size)
         self._changing(file)
         self._wrote(file, size)
-        self.drop_privileges(file.ino, keeping_set_id=privileged)
+        drop_privileges(self._store, file.ino, keeping_set_id=privileged)
 
     async def fsync(self, fh: int) -> None:
         """Data and every name so far survive a power cut on this disk. Never waits for the remote."""
@@ -392,20 +413,6 @@ class OpenFiles:
         error = self._store.sync.poisoned.get(file.image.id)
         if error:
             raise OSError(errno.EIO, f"an earlier flush of inode {file.ino} failed: {error}")
-
-    def drop_privileges(self, ino: Inode, *, keeping_set_id: bool) -> None:
-        """A write clears the file's capabilities, and S_ISUID and S_ISGID unless its writer is privileged."""
-        names = self._store.names
-        row = names.inode(ino)
-        mode = row.mode if keeping_set_id else row.mode & ~SET_ID_BITS
-        capable = names.xattr(ino, CAPABILITIES) is not None
-        if mode == row.mode and not capable:
-            return
-        with self._store.catalog.transaction():
-            names.update_inode(ino, mode=mode)
-            if capable:
-                names.remove_xattr(ino, CAPABILITIES)
-            names.state_changed(ino, self._store.clock.tick())
 
     # Within
 

@@ -2,7 +2,7 @@
  *
  * Neither knows of passthrough. This module defines fuse_session_mount; loaded with RTLD_GLOBAL before pyfuse3, it is the
  * one that pyfuse3 calls. It mounts as before and then gives libfuse a read and a writev of its own for /dev/fuse
- * (fuse_session_custom_io), which look at eight kinds of messages and let all others pass unchanged:
+ * (fuse_session_custom_io), which look at ten kinds of messages and let all others pass unchanged:
  *
  *   INIT        the reply accepts what the kernel offers and libfuse does not know
  *   OPEN,       where the upper half of the file handle is not 0, it is a backing id: the operations put it there,
@@ -12,6 +12,8 @@
  *   LSEEK       (it asks for the next data or hole only; without a backing file Python knows the answer)
  *   FLUSH,      answered here where there is nothing to say, which is nearly always: each close asks, and each file that is
  *   GETXATTR    first written is asked for security.capability. To say so in Python takes several times as long
+ *   READ,       without passthrough: where Python says in which image the bytes are, they are read or written there and
+ *   WRITE       then, without being copied once more and without a turn of the event loop
  *
  * What may be done with this, and when, is mount/passthrough.py's to say. Everything here runs on the one thread that
  * serves the mount; a process serves one mount (pyfuse3's own rule), hence the one `session`.
@@ -28,14 +30,18 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { OPEN = 14, GETXATTR = 22, FLUSH = 25, INIT = 26, OPENDIR = 27, CREATE = 35, FALLOCATE = 43, LSEEK = 46 };
+enum {
+	OPEN = 14, READ = 15, WRITE = 16, GETXATTR = 22, FLUSH = 25, INIT = 26, OPENDIR = 27, CREATE = 35, FALLOCATE = 43, LSEEK = 46
+};
 
 struct in_header {
 	uint32_t len, opcode;
@@ -84,6 +90,17 @@ struct flush_in {
 	uint64_t lock_owner;
 };
 
+struct transfer_in { /* fuse_read_in, and fuse_write_in, which the bytes follow */
+	uint64_t fh, offset;
+	uint32_t size, transfer_flags;
+	uint64_t lock_owner;
+	uint32_t flags, padding;
+};
+
+struct write_out {
+	uint32_t size, padding;
+};
+
 struct getxattr_in {
 	uint32_t size, padding;
 	char name[];
@@ -110,6 +127,9 @@ struct backing_map {
 #define BACKING_OPEN _IOW(229, 1, struct backing_map)
 #define BACKING_CLOSE _IOW(229, 2, uint32_t)
 
+#define STREAM_S 0.002      /* so long reads and writes are served one after another before the event loop has its turn ... */
+#define STREAM_WAITS_MS 1   /* ... and so long the next of them is waited for */
+
 #define MOST_AWAITED 4096 /* many more than pyfuse3's max_tasks: each task has one request under way */
 
 static struct {
@@ -126,10 +146,31 @@ static struct {
 		int fd;
 	} *backing;                /* registered files; FALLOCATE and LSEEK look here */
 	int backings, room;
-	PyObject *seeker;          /* called as seeker(fh, offset, whence) for a file that is not among them, or NULL */
-	PyObject *is_plain;        /* called as is_plain(ino): whether it has no capabilities; or NULL */
-	PyObject *is_sound;        /* called as is_sound(fh): whether closing it has no error to report; or NULL */
+	PyObject *operations;      /* who is asked about files that are not among them (see answer_with), or NULL */
+	char *bytes;               /* of the last READ; room for as many as one ever asked for */
+	size_t bytes_room;
 } session = { .device = -1 };
+
+/* What the operations' method of this name returns, a number or a truth; *failed* when it raises, which goes to stderr. */
+static int64_t ask(const char *method, int64_t failed, const char *format, ...)
+{
+	va_list arguments;
+	va_start(arguments, format);
+	PyObject *answer = NULL, *asked = PyObject_GetAttrString(session.operations, method);
+	PyObject *values = asked ? Py_VaBuildValue(format, arguments) : NULL;
+	va_end(arguments);
+	if (values)
+		answer = PyObject_CallObject(asked, values);
+	int64_t said = answer ? PyLong_AsLongLong(answer) : failed;
+	if (PyErr_Occurred()) {
+		PyErr_WriteUnraisable(asked);
+		said = failed;
+	}
+	Py_XDECREF(answer);
+	Py_XDECREF(values);
+	Py_XDECREF(asked);
+	return said;
+}
 
 /* Backing files */
 
@@ -166,32 +207,8 @@ static int64_t seek(const struct lseek_in *wanted)
 		off_t found = lseek(fd, wanted->offset, wanted->whence);
 		return found < 0 ? -errno : found;
 	}
-	PyGILState_STATE state = PyGILState_Ensure();
-	PyObject *answer = PyObject_CallFunction(session.seeker, "KKI", (unsigned long long)wanted->fh,
-						 (unsigned long long)wanted->offset, (unsigned)wanted->whence);
-	int64_t found = answer ? PyLong_AsLongLong(answer) : -EIO;
-	if (PyErr_Occurred()) {
-		PyErr_WriteUnraisable(session.seeker);
-		found = -EIO;
-	}
-	Py_XDECREF(answer);
-	PyGILState_Release(state);
-	return found;
-}
-
-/* Whether *predicate*, which may be NULL, holds for *number*. Where it fails the operations are asked, and say what is wrong. */
-static int holds(PyObject *predicate, uint64_t number)
-{
-	if (!predicate)
-		return 0;
-	PyGILState_STATE state = PyGILState_Ensure();
-	PyObject *answer = PyObject_CallFunction(predicate, "K", (unsigned long long)number);
-	int held = answer ? PyObject_IsTrue(answer) : -1;
-	if (held < 0)
-		PyErr_WriteUnraisable(predicate);
-	Py_XDECREF(answer);
-	PyGILState_Release(state);
-	return held > 0;
+	return ask("seek", -EIO, "(KKI)", (unsigned long long)wanted->fh, (unsigned long long)wanted->offset,
+		   (unsigned)wanted->whence);
 }
 
 static int asks_for_capabilities(const struct in_header *header, const struct getxattr_in *wanted)
@@ -202,37 +219,137 @@ static int asks_for_capabilities(const struct in_header *header, const struct ge
 
 /* Messages */
 
-/* Returns what tells libfuse that there is nothing for it: pyfuse3 reads again. */
-static ssize_t answer(int fd, uint64_t unique, int error, void *body, size_t size)
+/* Returns 1: it is answered. */
+static int answer(int fd, uint64_t unique, int error, void *body, size_t size)
 {
 	struct out_header header = { sizeof(header) + (error ? 0 : size), error, unique };
 	struct iovec parts[] = { { &header, sizeof(header) }, { body, size } };
 	if (writev(fd, parts, error || !size ? 1 : 2) < 0 && errno != ENOENT) /* ENOENT: nobody waits for it any more */
 		perror("ckptfs: an answer to the kernel");
-	errno = EINTR;
-	return -1;
+	return 1;
 }
 
-static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
+static double seconds_now(void)
 {
-	(void)data;
-	ssize_t got = read(fd, buffer, size);
-	const struct in_header *header = buffer;
-	if (got < (ssize_t)sizeof(*header))
-		return got;
+	struct timespec now;
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+/* READ of bytes that are in an image. 0 where it is a request like any other. */
+static int serve_read(int fd, uint64_t unique, const struct transfer_in *wanted)
+{
+	int image = ask("to_read", -1, "(KKI)", (unsigned long long)wanted->fh, (unsigned long long)wanted->offset,
+			wanted->size);
+	if (image < 0)
+		return 0;
+	if (session.bytes_room < wanted->size) {
+		char *larger = PyMem_RawRealloc(session.bytes, wanted->size);
+		if (!larger)
+			return 0;
+		session.bytes = larger;
+		session.bytes_room = wanted->size;
+	}
+	ssize_t got;
+	Py_BEGIN_ALLOW_THREADS
+	got = pread(image, session.bytes, wanted->size, wanted->offset);
+	Py_END_ALLOW_THREADS
+	if (got < 0)
+		return 0; /* tried again by the operations, who tell */
+	return answer(fd, unique, 0, session.bytes, got);
+}
+
+/* WRITE into an image that needs no preparation. What is not written whole, or not booked, is written once more by the
+ * operations, to the same place: they know what to do about a full disk, and whom to tell. */
+static int serve_write(int fd, uint64_t unique, const struct transfer_in *wanted)
+{
+	int image = ask("to_write", -1, "(K)", (unsigned long long)wanted->fh);
+	if (image < 0)
+		return 0;
+	const char *bytes = (const char *)(wanted + 1);
+	size_t written = 0;
+	double started = seconds_now();
+	Py_BEGIN_ALLOW_THREADS
+	while (written < wanted->size) {
+		ssize_t more = pwrite(image, bytes + written, wanted->size - written, wanted->offset + written);
+		if (more <= 0)
+			break;
+		written += more;
+	}
+	Py_END_ALLOW_THREADS
+	if (written < wanted->size)
+		return 0;
+	if (!ask("wrote", 0, "(KKd)", (unsigned long long)wanted->fh, (unsigned long long)wanted->offset,
+		 seconds_now() - started))
+		return 0;
+	struct write_out out = { written, 0 };
+	return answer(fd, unique, 0, &out, sizeof(out));
+}
+
+/* Whether a request was answered here. */
+static int serve(int fd, const struct in_header *header)
+{
 	const void *body = header + 1;
 	if (header->opcode == FALLOCATE)
 		return answer(fd, header->unique, allocate(body), NULL, 0);
-	if (header->opcode == LSEEK && session.seeker) {
+	if (!session.operations)
+		return 0;
+	switch (header->opcode) {
+	case LSEEK: {
 		int64_t found = seek(body);
 		return answer(fd, header->unique, found < 0 ? (int)found : 0, &found, sizeof(found));
 	}
-	if (header->opcode == FLUSH && holds(session.is_sound, ((const struct flush_in *)body)->fh))
-		return answer(fd, header->unique, 0, NULL, 0);
-	if (header->opcode == GETXATTR && asks_for_capabilities(header, body) && holds(session.is_plain, header->nodeid))
-		return answer(fd, header->unique, -ENODATA, NULL, 0);
+	case FLUSH:
+		return ask("is_sound", 0, "(K)", (unsigned long long)((const struct flush_in *)body)->fh)
+		       && answer(fd, header->unique, 0, NULL, 0);
+	case GETXATTR:
+		return asks_for_capabilities(header, body) && ask("is_plain", 0, "(K)", (unsigned long long)header->nodeid)
+		       && answer(fd, header->unique, -ENODATA, NULL, 0);
+	case READ:
+		return serve_read(fd, header->unique, body);
+	case WRITE:
+		return serve_write(fd, header->unique, body);
+	}
+	return 0;
+}
+
+/* Whether another request comes at once. Who reads or writes a file in order sends one as soon as it has its answer. */
+static int another_comes(int fd)
+{
+	struct pollfd device = { fd, POLLIN, 0 };
+	int found;
+	Py_BEGIN_ALLOW_THREADS
+	found = poll(&device, 1, STREAM_WAITS_MS);
+	Py_END_ALLOW_THREADS
+	return found == 1 && device.revents & POLLIN;
+}
+
+/* A request for libfuse. What is answered here is none: as if the read had been interrupted, and pyfuse3 reads again, after a
+ * turn of the event loop; for a short while we go on without, because that takes as long as the copying. */
+static ssize_t read_request(int fd, void *buffer, size_t size, void *data)
+{
+	(void)data;
+	const struct in_header *header = buffer;
+	double until = seconds_now() + STREAM_S;
+	ssize_t got = read(fd, buffer, size);
+	while (got >= (ssize_t)sizeof(*header)) {
+		PyGILState_STATE state = PyGILState_Ensure();
+		int served = serve(fd, header);
+		int goes_on = served && (header->opcode == READ || header->opcode == WRITE) && seconds_now() < until
+			      && another_comes(fd);
+		PyGILState_Release(state);
+		if (!served)
+			break;
+		if (!goes_on) {
+			errno = EINTR;
+			return -1;
+		}
+		got = read(fd, buffer, size);
+	}
+	if (got < (ssize_t)sizeof(*header))
+		return got;
 	if (header->opcode == INIT) {
-		const struct init_in *init = body;
+		const struct init_in *init = (const void *)(header + 1);
 		int extended = init->flags & INIT_EXT && got >= (ssize_t)(sizeof(*header) + sizeof(*init));
 		session.offered = init->flags | (extended ? (uint64_t)init->flags2 << 32 : 0);
 	}
@@ -376,14 +493,9 @@ static PyObject *close_backing(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-static PyObject *answer_with(PyObject *self, PyObject *args)
+static PyObject *answer_with(PyObject *self, PyObject *operations)
 {
-	PyObject *seeker, *is_plain, *is_sound;
-	if (!PyArg_ParseTuple(args, "OOO", &seeker, &is_plain, &is_sound))
-		return NULL;
-	Py_XSETREF(session.seeker, Py_NewRef(seeker));
-	Py_XSETREF(session.is_plain, Py_NewRef(is_plain));
-	Py_XSETREF(session.is_sound, Py_NewRef(is_sound));
+	Py_XSETREF(session.operations, Py_NewRef(operations));
 	Py_RETURN_NONE;
 }
 
@@ -392,9 +504,8 @@ static PyMethodDef methods[] = {
 	{ "agreed", agreed, METH_NOARGS, "agreed() -> flags: what both sides accepted; 0 before the first request." },
 	{ "open_backing", open_backing, METH_VARARGS,
 	  "open_backing(fd) -> id: let the kernel use the file of fd, which stays open until it is closed. Raises OSError." },
-	{ "answer_with", answer_with, METH_VARARGS,
-	  "answer_with(seeker, is_plain, is_sound): call seeker(fh, offset, whence) -> offset or -errno where the kernel does "
-	  "not have the file, is_plain(ino) -> whether it has no capabilities, is_sound(fh) -> whether closing reports no error." },
+	{ "answer_with", answer_with, METH_O,
+	  "answer_with(operations): ask them about files that the kernel does not have; see ckptfs_mount.passthrough.Answers." },
 	{ "close_backing", close_backing, METH_VARARGS, "close_backing(id): the reverse. Raises OSError." },
 	{ NULL, NULL, 0, NULL },
 };

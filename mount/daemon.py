@@ -179,7 +179,7 @@ class Daemon:
         if self._engine.replica is not None:
             self._engine.replica.on_remote_change = operations.changed_elsewhere
         self._passthrough.prepare()
-        answer_with(operations.seek, operations.is_plain, operations.is_sound)
+        answer_with(operations)
         self._engine.filesystem.files.backing = self._passthrough
         try:
             pyfuse3.init(operations, self._order.mountpoint, options)

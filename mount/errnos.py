@@ -67,3 +67,22 @@ def replies(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
             raise pyfuse3.FUSEError(errno.EIO) from None
 
     return guarded
+
+
+def answers(otherwise: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make what the C module asks (`passthrough.Answers`) say *otherwise* where it raises: a handler is asked then."""
+
+    def decorate(answer: Callable[P, T]) -> Callable[P, T]:
+        name = getattr(answer, "__name__", "answer")
+
+        @functools.wraps(answer)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return answer(*args, **kwargs)
+            except Exception:
+                log.exception("%s failed; its request is handled as others are", name)
+                return otherwise
+
+        return guarded
+
+    return decorate

@@ -25,7 +25,7 @@ from ckptfs.attributes import AttributeChange, Attributes, Caller
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 
-from .errnos import replies
+from .errnos import answers, replies
 from .passthrough import KERNEL, direct_maps, directory_handle, kernel_handle, own_handle
 
 log = logging.getLogger(__name__)
@@ -175,26 +175,27 @@ class Operations(pyfuse3.Operations):
             return os.fsencode(self._fs.store.path)
         if name == STATE_XATTR and self._options.state is not None:
             return (await self._options.state(Inode(inode))).encode()
-        return await self._fs.getxattr(Inode(inode), name)
+        return self._fs.xattrs.get(Inode(inode), name)
 
+    @answers(False)
     def is_plain(self, inode: int) -> bool:
         """Whether `getxattr` finds no capabilities (see `answer_with`)."""
-        return self._fs.is_plain(Inode(inode))
+        return self._fs.xattrs.is_plain(Inode(inode))
 
     @replies
     async def listxattr(self, inode: int, ctx: RequestContext) -> Sequence[bytes]:
-        names = await self._fs.listxattr(Inode(inode))
+        names = self._fs.xattrs.names(Inode(inode))
         return [name for name in names if ctx.uid == 0 or not name.startswith(b"trusted.")]
 
     @replies
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: RequestContext) -> None:
         if name in (STATE_XATTR, STORE_XATTR):
             raise pyfuse3.FUSEError(errno.EPERM)
-        await self._fs.setxattr(Inode(inode), name, value)
+        self._fs.xattrs.set(Inode(inode), name, value)
 
     @replies
     async def removexattr(self, inode: int, name: bytes, ctx: RequestContext) -> None:
-        await self._fs.removexattr(Inode(inode), name)
+        self._fs.xattrs.remove(Inode(inode), name)
 
     @replies
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
@@ -243,9 +244,28 @@ class Operations(pyfuse3.Operations):
         with self._saving(fh):
             await self._fs.files.fsync(own_handle(fh))
 
+    @answers(False)
     def is_sound(self, fh: int) -> bool:
         """Whether `flush` has nothing to report (see `answer_with`)."""
         return self._fs.files.is_sound(self._fs.files.handle(own_handle(fh)).file)
+
+    @answers(-1)
+    def to_read(self, fh: int, offset: int, size: int) -> int:
+        """The descriptor of the image to read these bytes from; -1 where `read` must be asked (see `Answers`)."""
+        return self._fs.files.to_read(own_handle(fh), offset, size)
+
+    @answers(-1)
+    def to_write(self, fh: int) -> int:
+        """The descriptor of the image to write to; -1 where `write` must be asked."""
+        return self._fs.files.to_write(own_handle(fh))
+
+    @answers(False)
+    def wrote(self, fh: int, offset: int, seconds: float) -> bool:
+        """What `to_write` named was written."""
+        handle = self._fs.files.handle(own_handle(fh))
+        self._fs.saves.waited(handle.file.ino, seconds)
+        self._fs.files.wrote(handle, offset)
+        return True
 
     def seek(self, fh: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE; pyfuse3 does not know this request (see `answer_with`), so no errors are raised."""

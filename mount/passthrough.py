@@ -23,8 +23,8 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ckptfs.errors import MountError
 from ckptfs.local import leases
@@ -116,18 +116,35 @@ class Passthrough:
             raise MountError(f"--passthrough=on: {reason}")
 
 
-def answer_with(
-    seeker: Callable[[int, int, int], int], is_plain: Callable[[int], bool], is_sound: Callable[[int], bool]
-) -> None:
-    """Have requests answered without pyfuse3, which does not know the one and takes long for the others.
+class Answers(Protocol):
+    """Whom the C module asks about files that we serve, so that pyfuse3, which takes long for it, need not.
 
-    *seeker* says where data and holes are in files that we serve: (fh, offset, whence) -> offset, or -errno. Without
-    the C module nobody is asked, and files have no holes to be found. *is_plain* says whether an inode has no
-    capabilities, which the kernel wants to know of each file that it first sees written, and *is_sound* whether a
-    handle can be closed without an error. What does not hold is a request like any other.
+    What they leave to it, and what they raise, makes the request one like any other.
     """
+
+    def seek(self, fh: int, offset: int, whence: int) -> int:
+        """Where the next data, or hole, is; or -errno. (pyfuse3 does not know this request.)"""
+
+    def is_plain(self, inode: int) -> bool:
+        """Whether it has no capabilities, which the kernel wants to know of each file that it first sees written."""
+
+    def is_sound(self, fh: int) -> bool:
+        """Whether a handle can be closed without an error."""
+
+    def to_read(self, fh: int, offset: int, size: int) -> int:
+        """The descriptor of the image that has these bytes, which are read from there now; or -1."""
+
+    def to_write(self, fh: int) -> int:
+        """The descriptor of the image that is written now, at the same offset as the file; or -1."""
+
+    def wrote(self, fh: int, offset: int, seconds: float) -> bool:
+        """The bytes at *offset* were written into it, which took so long; whether that is all."""
+
+
+def answer_with(answers: Answers) -> None:
+    """Have requests answered without pyfuse3. Without the C module it gets them all, and files have no holes."""
     if library is not None:
-        library.answer_with(seeker, is_plain, is_sound)
+        library.answer_with(answers)
 
 
 def direct_maps() -> bool:

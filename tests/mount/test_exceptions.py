@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import ckptfs
-from tests.support.injected import HANDLERS, INSIDE, TASKS
+from ckptfs_mount.native import library
+from tests.support.injected import ANSWERS, HANDLERS, INSIDE, TASKS
 from tests.support.mounts import TINY, Site, is_mounted, until
 
 NO_ANSWER = {"release", "releasedir"}
@@ -162,6 +163,27 @@ def test_case_056_every_handler(tmp_path: Path) -> None:
                 held.write(b"%d" % number)
                 assert os.pread(held.fileno(), 1000, 0).endswith(b"%d" % number), name
         assert ckptfs.wait(mount.root / "open", "replicated", 30)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(library is None, reason="the C module was not built")
+def test_case_056_every_answer_to_the_c_module(tmp_path: Path) -> None:
+    """The request is handled as if it had not been asked; the program sees nothing of it."""
+    with injected(tmp_path, "off") as mount:
+        for name in ANSWERS:
+            mount.ask(name)
+            path, data = mount.root / name, os.urandom(50_000)
+            with open(path, "w+b", buffering=0) as file:
+                file.write(data[:20_000])
+                file.write(data[20_000:])
+            assert path.read_bytes() == data
+            with pytest.raises(OSError) as refused:
+                os.getxattr(path, "security.capability")
+            assert refused.value.errno == errno.ENODATA
+            assert not mount.asked(), f"{name} was not reached"
+            assert f"Injected: {name}" in mount.site.log()
+            assert path.read_bytes() == data and path.stat().st_size == len(data)
+        assert ckptfs.wait(mount.root, "replicated", 30)
 
 
 def save(mount: Injected, name: str, data: bytes) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import trio
 
 from ckptfs_mount.cli import main
-from ckptfs_mount.errnos import replies
+from ckptfs_mount.errnos import answers, replies
 from ckptfs_mount.operations import Operations
 
 REQUEST = Path(os.environ.get("CKPTFS_INJECT", "/nonexistent"))
@@ -45,6 +45,9 @@ TASKS = (
     "ckptfs.replica.tombstones:TombstoneCollector.run",
     "ckptfs.siblings:Siblings.run",
 )
+
+ANSWERS = {"is_plain": False, "is_sound": False, "to_read": -1, "to_write": -1, "wrote": False}
+"""What the C module asks the operations, and what leaves a request to its handler."""
 
 INSIDE = (
     "ckptfs.held:HeldFiles._look",
@@ -116,6 +119,21 @@ def failing_while_it_waits(name: str, task: Callable[..., Any]) -> Callable[...,
     return fails
 
 
+def answering(name: str, function: Callable[..., Any], declined: Any) -> Callable[..., Any]:
+    """Leaves every request to its handler, which would be reached by few, but while an answer is to fail."""
+
+    @functools.wraps(function)
+    def answer(*arguments: Any) -> Any:
+        if due(name):
+            raise Injected(name)
+        try:
+            return function(*arguments) if REQUEST.read_text() in ANSWERS else declined
+        except FileNotFoundError:
+            return declined
+
+    return answers(declined)(answer)
+
+
 def place(name: str) -> tuple[type, str]:
     module, _, path = name.partition(":")
     kind, _, attribute = path.partition(".")
@@ -123,7 +141,8 @@ def place(name: str) -> tuple[type, str]:
 
 
 def inject() -> None:
-    Operations.is_sound = lambda self, fh: False  # type: ignore[method-assign]  # or few closes reach `flush`
+    for name, declined in ANSWERS.items():
+        setattr(Operations, name, answering(name, getattr(Operations, name), declined))
     for handler in HANDLERS:
         original = inspect.unwrap(getattr(Operations, handler))
         setattr(Operations, handler, replies(failing(handler, original)))

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ckptfs.attributes", "ckptfs.reading"),
     ("ckptfs.handles",),
     ("ckptfs.fileimages", "ckptfs.held", "ckptfs.naming", "ckptfs.saves"),
+    ("ckptfs.xattrs",),
     ("ckptfs.openfiles",),
     ("ckptfs.replica", "ckptfs.client"),
     ("ckptfs.filesystem",),
