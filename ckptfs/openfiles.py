@@ -341,12 +341,13 @@ class OpenFiles:
             try:
                 written += os.pwrite(file.image.fd, view[written:], offset + written)
             except OSError as error:
-                if written:
+                if error.errno == errno.ENOSPC and not asked:
+                    asked = True
+                    await self.on_full()
+                elif written:
                     break  # a short write, as of any disk that became full; the next one says why
-                if asked or error.errno != errno.ENOSPC:
+                else:
                     raise
-                asked = True
-                await self.on_full()
         self.wrote(handle, offset)
         return written
 

@@ -61,6 +61,7 @@ class Retrying:
         self._sleep = sleep
         self._now = now
         self._jitter = jitter
+        self._failed: tuple[float, RemoteError] | None = None
 
     @property
     def store(self) -> ObjectStore:
@@ -74,6 +75,13 @@ class Retrying:
     @property
     def description(self) -> str:
         return self._store.description
+
+    def failure_since(self, moment: float) -> RemoteError | None:
+        """What the last request said that failed after *moment* (monotonic seconds) and was repeated, if one did.
+
+        For who gives up before the calls do. Stores that `within` made keep their own.
+        """
+        return self._failed[1] if self._failed is not None and self._failed[0] >= moment else None
 
     def within(
         self,
@@ -144,6 +152,7 @@ class Retrying:
                         raise
                     wait_s = min(wait_s, left_s)
                 log.debug("again in %.2f s: %s", wait_s, error)
+                self._failed = (self._now(), error)
                 if self._on_retry is not None:
                     self._on_retry(error, wait_s)
                 self._wait(wait_s)

@@ -79,10 +79,13 @@ class Evictor:
         content: Callable[[int], Awaitable[Content]],
         is_open: Callable[[Inode], bool],
         holds: Callable[[ImageId], bool],
+        let_go: Callable[[ImageId], None],
         newest_set: Callable[[], set[Inode]],
         after_s: float = NEVER_S,
     ) -> None:
         """*content* gives a manifest's chunks, *holds* tells of images that others need, *newest_set* goes last.
+
+        *let_go* has an image closed that is open only until it is recorded what was fetched into it.
 
         What was not used for *after_s* goes though there is room; `NEVER_S`: nothing does.
         """
@@ -90,7 +93,8 @@ class Evictor:
         self._remote = remote
         self._room = room
         self._evictions, self._packs = Evictions(store.catalog), Packs(store.catalog)
-        self._content, self._is_open, self._holds, self._newest_set = content, is_open, holds, newest_set
+        self._content, self._is_open, self._newest_set = content, is_open, newest_set
+        self._holds, self._let_go = holds, let_go
         self._after_s = after_s
         self._look_every_s = min(max(after_s / _LOOK_PARTS, _LOOK_LEAST_S), _LOOK_MOST_S)
         self._looked_for_unused_s = float("-inf")
@@ -299,7 +303,8 @@ class Evictor:
         return True
 
     def _is_free(self, found: Evictable) -> bool:
-        """Whether no program and no work of ours has the image open or mapped."""
+        """Whether no program and no work of ours has the image open or mapped, or would rather have it deleted."""
         if self._is_open(found.ino) or self._holds(found.image):
             return False
+        self._let_go(found.image)
         return is_unused(self._store.images.file(found.image))

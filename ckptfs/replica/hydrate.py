@@ -66,8 +66,8 @@ class Hydrator:
         self.last_error: str | None = None
         """Why bytes did not come, and what is done about it; None once some came."""
         self._failed_at = 0.0
-        self._answered: tuple[float, RemoteError] | None = None
-        retrying = Retrying(remote, limits, on_retry=self._repeat)
+        retrying = Retrying(remote, limits, on_retry=self._failing)
+        self._remote = retrying
         limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
         self._room = room
@@ -89,17 +89,8 @@ class Hydrator:
         finally:
             self._stop.set()
 
-    def _failing(self, error: Exception) -> None:
+    def _failing(self, error: Exception, wait_s: float = 0.0) -> None:
         self.last_error, self._failed_at = str(error), time.monotonic()
-
-    def _repeat(self, error: RemoteError, wait_s: float) -> None:
-        """A request failed and is repeated; called in its thread."""
-        self._answered = (time.monotonic(), error)
-        self._failing(error)
-
-    def _answer(self, since: float) -> str:
-        """What the remote said to a request that failed after *since* (monotonic seconds)."""
-        return str(self._answered[1]) if self._answered is not None and self._answered[0] >= since else "no answer"
 
     def forget_error(self) -> None:
         """The remote answers, nobody waits for bytes: why some did not come a while ago is past."""
@@ -231,7 +222,8 @@ class Hydrator:
                     await flight.done.wait()
                 late = trio.current_time() >= deadline
                 if not flight.done.is_set():
-                    missed = ContentUnavailable(f"the remote did not deliver in time: {cause or self._answer(began)}")
+                    why = cause or self._remote.failure_since(began) or "no answer"
+                    missed = ContentUnavailable(f"the remote did not deliver in time: {why}")
                     self._failing(missed)
                     raise missed from cause
                 if flight.raw is not None and purpose is Purpose.READ:

@@ -7,6 +7,7 @@ uploaded again by this store (invariant 7). Who calls: the event loop's thread; 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -21,7 +22,7 @@ from ckptfs.ids import ChunkId, ObjectId
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
 from ckptfs.local.catalog.packs import Packs
-from ckptfs.remote.base import ObjectStore
+from ckptfs.remote.retry import Retrying
 from ckptfs.replica.checked import get_object
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class _Cached:
 class Manifests:
     """Contents by manifest row."""
 
-    def __init__(self, catalog: Catalog, remote: ObjectStore, timeout_s: float, limiter: trio.CapacityLimiter) -> None:
+    def __init__(self, catalog: Catalog, remote: Retrying, timeout_s: float, limiter: trio.CapacityLimiter) -> None:
         self._catalog = catalog
         self._contents = Contents(catalog)
         self._packs = Packs(catalog)
@@ -72,7 +73,7 @@ class Manifests:
             return content
         try:
             return (await self._fetch(row.digest, row.remote_body, manifest)).content
-        except (RemoteError, FormatError, trio.TooSlowError) as error:
+        except (RemoteError, FormatError) as error:
             raise _unavailable(row.digest, error) from error
 
     async def places(self, content: Content) -> dict[ChunkId, Placed]:
@@ -84,7 +85,7 @@ class Manifests:
         if cached.places is None:
             try:
                 manifest = await self._get(digest, None)
-            except (RemoteError, FormatError, trio.TooSlowError) as error:
+            except (RemoteError, FormatError) as error:
                 log.warning("%s", _unavailable(digest, error))
                 return {}
             cached.places = await trio.to_thread.run_sync(_places, manifest)
@@ -96,7 +97,7 @@ class Manifests:
         if row.digest is not None:
             try:
                 await self._learn(await self._get(row.digest, row.remote_body))
-            except (RemoteError, FormatError, trio.TooSlowError) as error:
+            except (RemoteError, FormatError) as error:
                 raise _unavailable(row.digest, error) from error
 
     async def _fetch(self, digest: ObjectId, body: bytes | None, row: int) -> _Cached:
@@ -126,8 +127,12 @@ class Manifests:
         def get() -> Manifest:
             return decode_manifest(get_object(self._remote, manifest_key(digest), digest) if body is None else body)
 
-        with trio.fail_after(self._timeout_s):
-            return await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)
+        began = time.monotonic()
+        try:
+            with trio.fail_after(self._timeout_s):
+                return await trio.to_thread.run_sync(get, abandon_on_cancel=True, limiter=self._limiter)
+        except trio.TooSlowError:
+            raise self._remote.failure_since(began) or _late(digest) from None
 
     async def _learn(self, manifest: Manifest) -> None:
         lengths = {at.base: chunk.length for chunk, at in zip(manifest.content.chunks, manifest.places, strict=True)}
@@ -168,6 +173,9 @@ def _places(manifest: Manifest) -> dict[ChunkId, Placed]:
     return dict(manifest.bases) | dict(zip(chunks, manifest.places, strict=True))
 
 
+def _late(digest: ObjectId) -> RemoteError:
+    return RemoteError("no answer in time", key=manifest_key(digest), temporary=True)
+
+
 def _unavailable(digest: ObjectId, error: Exception) -> ContentUnavailable:
-    why = str(error) or "no answer in time"
-    return ContentUnavailable(f"manifest {digest.hex()} cannot be had from the remote: {why}")
+    return ContentUnavailable(f"manifest {digest.hex()} cannot be had from the remote: {error}")

@@ -15,6 +15,7 @@ Which of two entries wins is `entries`' to say, what is saved of a directory tha
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ class Merger:
         self._sources = Sources(catalog)
         self._followed = Followed(catalog)
         self._entries = Entries(catalog, listener)
-        self._trees = Trees(Retrying(remote, limits), trio.CapacityLimiter(tuning.fetch_threads))
+        self._remote = Retrying(remote, limits)
+        self._trees = Trees(self._remote, trio.CapacityLimiter(tuning.fetch_threads))
         self._conflicts = Conflicts(catalog, self._entries, self._trees)
         self._applying = trio.Lock()
         self._whole = trio.Event()
@@ -137,7 +139,7 @@ class Merger:
         state = self._sources.tree(directory)
         if state is None or state.expanded:
             return
-        run = _Run()
+        run, began = _Run(), time.monotonic()
         try:
             with trio.fail_after(self._timeout_s):
                 await self._expand(run, directory)
@@ -148,7 +150,7 @@ class Merger:
                 log.warning("what other writers changed below directory %d is not all merged yet: %s", directory, error)
                 return
             path = self._names.path(directory).decode(errors="replace")
-            why = str(error) or "no answer in time"
+            why = str(error) or self._remote.failure_since(began) or "no answer in time"
             raise ContentUnavailable(f"what {path} holds cannot be had from the remote now: {why}") from error
 
     # Within

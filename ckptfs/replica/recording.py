@@ -38,6 +38,12 @@ class Recorder:
             self._idle.remove(found)
         return found
 
+    def let_go(self, image: ImageId) -> None:
+        """Close *image*, if it is idle, without recording: it is to be deleted, or else the rest is fetched again."""
+        found = self.reopen(image)
+        if found is not None:
+            found.close()
+
     def holds(self, image: ImageId) -> bool:
         return any(each.id == image for each in self._idle)
 

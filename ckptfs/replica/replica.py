@@ -128,6 +128,7 @@ class Replica:
             content=self.hydrator.content,
             is_open=lambda ino: files().is_open(ino),
             holds=self.logs.holds,
+            let_go=self.recorder.let_go,
             newest_set=self._newest_safe_files,
             after_s=store.settings.evict_after_s,
         )

@@ -341,15 +341,16 @@ def interrupted_uploads(machines: Machines, bucket: Bucket, kills: int) -> None:
     top = machines.mount(site)
     places = [0, 7 * GIB, 63 * GIB + 4096, 199 * GIB]
     blocks = [os.urandom(128 << 10) for _ in places]
+    way.reset()
     with open(top / "large", "wb", buffering=0) as file:
         file.truncate(200 * GIB)
         for at, block in zip(places, blocks, strict=True):
             os.pwrite(file.fileno(), block, at)
+    way.faults = Faults(methods=PUT, up_bytes_per_s=32 << 10)
     for _ in range(kills):
-        way.faults = Faults(methods=PUT, up_bytes_per_s=64 << 10)
-        way.reset()
         until(lambda: way.counts.get("PUT") is not None and way.counts["PUT"].requests > 1, "an upload to be under way")
         site.kill()
+        way.reset()
         machines.mount(site)
     way.heal()
     assert ckptfs.wait(top, "replicated", 60)

@@ -57,8 +57,9 @@ def save(directory: Path, of: int = 0, shards: int = SHARDS, *, tries: int = 1) 
 
 def write(path: Path, whole: bytes) -> None:
     with open(path, "wb", buffering=0) as file:
-        for at in range(0, len(whole), MIB):
-            assert file.write(whole[at : at + MIB]) == MIB
+        at = 0
+        while at < len(whole):  # a disk that becomes full takes a part, and says so at the next one
+            at += file.write(whole[at : at + MIB])
         os.fsync(file.fileno())
 
 

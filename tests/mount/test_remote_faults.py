@@ -145,6 +145,7 @@ class World:
             assert ckptfs.status(site.mountpoint)["path"] == "/"
             return
         said = re.compile(pattern)
+        os.listdir(site.mountpoint)  # who looks has others' changes looked for, if it was not done just now
         until(lambda: said.search(last_error(site) or "") is not None, f"status to say {pattern}", 60)
         until(lambda: said.search(site.run("status", str(site.mountpoint)).out) is not None, "people to be told", 20)
         until(lambda: said.search(site.log()) is not None, "the log to have it", 20)

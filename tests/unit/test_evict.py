@@ -16,10 +16,13 @@ from ckptfs.config import NEVER_S
 from ckptfs.encoding.manifest import Content, decode_content
 from ckptfs.errors import RemoteError
 from ckptfs.ids import ImageId, Inode
+from ckptfs.local.images import Image
 from ckptfs.local.room import Room
 from ckptfs.local.store import Store
 from ckptfs.replica.bound import BoundStore
 from ckptfs.replica.evict import Evictor
+from ckptfs.replica.hydrate import Hydrator
+from ckptfs.replica.recording import Recorder
 from tests.support.consistency import problems
 from tests.support.memory import MemoryStore
 from tests.support.publishing import CALLER, Machine, machine, run
@@ -61,6 +64,7 @@ class Evicting:
 
     def __init__(self, made: Machine, after_s: float) -> None:
         self.made, self.room, self.remote = made, FakeRoom(made), Remote()
+        self.recorder = Recorder(cast(Hydrator, None), list)
         self.held: set[ImageId] = set()
         self.newest: set[Inode] = set()
         self.evictor = Evictor(
@@ -70,6 +74,7 @@ class Evicting:
             content=self._content,
             is_open=made.fs.is_open,
             holds=lambda image: image in self.held,
+            let_go=lambda image: self.recorder.let_go(image),
             newest_set=lambda: self.newest,
             after_s=after_s,
         )
@@ -157,6 +162,25 @@ def test_what_nobody_used_for_long_goes_without_need(tmp_path: Path) -> None:
                 while await it.here("open", "used"):
                     await trio.sleep(0.1)
             assert await it.here(*names) == ["new", "held"]
+
+    run(main)
+
+
+def test_what_is_open_only_to_be_recorded_makes_way(tmp_path: Path) -> None:
+    """A save that comes right behind a restore finds the room of what was fetched, recorded or not."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store") as it:
+            await it.write("fetched")
+            await it.made.publish()
+            image = await it.image("fetched")
+            assert image is not None
+            opened = Image(image, it.made.store.images.open(image))
+            it.recorder.idle(opened)
+            await it.need(1)
+            assert await it.here("fetched") == [] and not it.recorder.holds(image)
+            with pytest.raises(OSError):
+                os.fstat(opened.fd)
 
     run(main)
 
