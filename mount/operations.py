@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import pyfuse3
 import trio
@@ -68,7 +67,7 @@ class Operations(pyfuse3.Operations):
         """When the kernel was last told the names of a directory, and with them what they are."""
         self._content_seen: set[Inode] = set()
         self._forgotten: list[tuple[Inode, int]] = []
-        filesystem.on_accessed = partial(pyfuse3.invalidate_inode, attr_only=True)
+        filesystem.on_accessed = _forget_attributes
 
     def changed_elsewhere(self, ino: Inode) -> None:
         """Another writer changed the bytes of a file or a name in a directory: the next open must not find what was."""
@@ -377,6 +376,14 @@ def _direct(flags: int, *, new: bool) -> bool:
     """
     access = flags & os.O_ACCMODE
     return KERNEL >= (6, 6) and (access == os.O_WRONLY or (new and access == os.O_RDWR and direct_maps()))
+
+
+def _forget_attributes(ino: Inode) -> None:
+    """Have the kernel ask for the attributes of *ino* anew."""
+    try:
+        pyfuse3.invalidate_inode(ino, attr_only=True)
+    except OSError as error:  # it does not know them, or the mount ends
+        log.debug("the kernel keeps what it knows of inode %d: %s", ino, error)
 
 
 def _caller(ctx: RequestContext) -> Caller:
