@@ -50,6 +50,9 @@ _MERGING_S = 0.05
 """When to look again while another writer's head is being merged."""
 _LATE_S = 0.005
 """Later than this the loop was busy: what programs did meanwhile is not known yet, and may not be taken for quiet."""
+_PAUSE = 10
+"""A cut that nobody began to publish stays for so many times as long as it took: it copies directories whole, and where
+these hold thousands of checkpoints, one for each of a rapid series left no time to publish any."""
 _AFTER_FAILURE_S = 5.0
 """When to try again after a cut failed (the disk is full)."""
 
@@ -124,7 +127,7 @@ class Settler:
         self._directories: dict[Inode, _Directory] = {}
         self._news = False
         self._pending_since = math.inf
-        self._last_cut_at = -math.inf
+        self._last_cut_at, self._last_cut_s = -math.inf, 0.0
         self._deadline = math.inf
         self._deadline_moved = trio.Event()
         self._commits_cut = -1
@@ -295,6 +298,9 @@ class Settler:
                 return
             given_up: set[Inode] = set()
             blocked = self._blocked(now, given_up)
+            rested = self._last_cut_at + _PAUSE * self._last_cut_s
+            if blocked is None and now < rested and self._cuts.pending() is not None:
+                blocked = _Blocked(rested)
             if blocked is None:
                 incomplete = given_up & self._directories.keys()
                 self._take(now, incomplete=bool(given_up), incomplete_sets=incomplete, held=self._empty(now))
@@ -429,7 +435,7 @@ class Settler:
         self, now: float, *, incomplete: bool, incomplete_sets: set[Inode], held: set[Inode] | None = None
     ) -> None:
         """Take a cut now, without the unfinished files and the directories in *held*."""
-        held = held or set()
+        held, began = held or set(), time.monotonic()
         cut, unneeded = self._cuts.take(
             taken_ns=time.time_ns(),
             stamp=self._store.clock.tick(),
@@ -443,7 +449,7 @@ class Settler:
         self._released(unneeded)  # after the commit: image files are deleted
         log.debug("cut %d taken%s", cut, ", incomplete" if incomplete else "")
         self.incomplete_sets = set(incomplete_sets)
-        self._last_cut_at = now
+        self._last_cut_at, self._last_cut_s = now, time.monotonic() - began
         self._news = bool(held)
         self._pending_since = now if held else math.inf
         self._directories = {ino: each for ino, each in self._directories.items() if ino in held}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import trio
 from trio.testing import MockClock
@@ -413,5 +415,32 @@ def test_failing_cut_fails_nobody(tmp_path: Path) -> None:
         here.cuts.take = whole  # type: ignore[method-assign]
         await trio.sleep(20)
         assert len(here.taken) == 1 and here.times[0] <= 5.0
+
+    settling(tmp_path / "s", test)
+
+
+def test_a_rapid_series_is_not_cut_for_each_checkpoint(tmp_path: Path) -> None:
+    """A cut that was not begun is replaced at most so often that cutting takes a small part of the time."""
+
+    async def test(here: Watched) -> None:
+        taken: list[float] = []
+        take = here.cuts.take
+
+        def slow(**arguments: Any) -> Any:
+            taken.append(trio.current_time())
+            time.sleep(0.02)
+            return take(**arguments)
+
+        here.cuts.take = slow  # type: ignore[method-assign]
+        here.settler._wake = lambda: None  # nothing is begun
+        for step in range(4):
+            await here.mkdir(f"checkpoint-{step}")
+            await here.write(f"checkpoint-{step}/trainer_state.json", b"{}")
+            await trio.sleep(0.01)
+        assert taken == [0.0]
+        await trio.sleep(60)
+        assert len(taken) == 2 and taken[1] >= 0.2
+        cut = here.cuts.pending()
+        assert cut is not None and len(list(here.cuts.entries(cut.id, ROOT_INODE))) == 4
 
     settling(tmp_path / "s", test)
