@@ -276,12 +276,12 @@ class Publisher:
 
     def _is_sealed(self, cut: CutRow) -> bool:
         """Whether every file of the cut is. Images whose flush failed never are, and nothing is to wait for them."""
-        images = self._cuts.unsealed(cut.id)
-        for image in images:
-            if image in self._store.sync.poisoned or not self._store.images.path(image).exists():
-                log.error("image %016x cannot be sealed: its file is left out of what is published", image)
-                self._cuts.leave_out(image)
-        return not images or not self._cuts.unsealed(cut.id)
+        while (image := self._cuts.first_unsealed(cut.id)) is not None:
+            if image not in self._store.sync.poisoned and self._store.images.path(image).exists():
+                return False
+            log.error("image %016x cannot be sealed: its file is left out of what is published", image)
+            self._cuts.leave_out(image)
+        return True
 
     def _refuse(self, damage: DamagedContent) -> None:
         for manifest in damage.manifests:

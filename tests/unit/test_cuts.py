@@ -10,7 +10,7 @@ import trio
 
 from ckptfs.encoding.canonical import object_id
 from ckptfs.encoding.tree import Tree, encode_tree
-from ckptfs.ids import ROOT_INODE, Inode, WriterId
+from ckptfs.ids import ROOT_INODE, ImageId, Inode, WriterId
 from ckptfs.local.catalog.cuts import Subtree
 from ckptfs.replica.seal import Sealer
 from tests.support.publishing import Machine, run
@@ -37,6 +37,14 @@ class Cutting(Machine):
         )
         self._released(unneeded)
         return cut
+
+    def unsealed(self, cut: int) -> list[ImageId]:
+        """Images of the cut that have no manifest."""
+        rows = self.store.catalog.db.execute(
+            "SELECT DISTINCT image FROM cut_entry WHERE cut = ? AND image IS NOT NULL AND manifest IS NULL", (cut,)
+        ).fetchall()
+        assert (self.cuts.first_unsealed(cut) is None) == (not rows)
+        return [ImageId(image) for (image,) in rows]
 
     def names(self, cut: int) -> dict[bytes, bytes | None]:
         """Path of each entry of the cut -> "whole", "unfinished" or None for a tombstone."""
@@ -115,7 +123,7 @@ def test_is_the_state_of_that_moment(tmp_path: Path) -> None:
     async def test(here: Cutting) -> None:
         await here.write("f", b"old")
         cut = here.cut()
-        (image,) = here.cuts.unsealed(cut)
+        (image,) = here.unsealed(cut)
         await here.unlink("f")
         assert here.names(cut) == {b"/f": b"whole"}
         assert here.store.images.path(image).read_bytes() == b"old"
@@ -133,7 +141,7 @@ def test_newer_cut_takes_a_pending_one_over(tmp_path: Path) -> None:
         await here.mkdir("d")
         await here.write("d/f", b"1")
         first = here.cut()
-        (image,) = here.cuts.unsealed(first)
+        (image,) = here.unsealed(first)
         await here.unlink("d/f")
         await here.write("g", b"2")
         second = here.cut()
@@ -168,9 +176,9 @@ def test_sealing_reaches_cuts(tmp_path: Path) -> None:
         await here.write("g", b"2" * 3000)
         cut = here.cut()
         await here.unlink("g")
-        assert len(here.cuts.unsealed(cut)) == 2
+        assert len(here.unsealed(cut)) == 2
         await seal(here)
-        assert here.cuts.unsealed(cut) == []
+        assert here.unsealed(cut) == []
         assert [file is not None for _, _, file in here.cuts.files(cut, ROOT_INODE, b"")] == [True, True]
 
     cutting(tmp_path / "s", test)
@@ -299,9 +307,9 @@ def test_leave_out(tmp_path: Path) -> None:
     async def test(here: Cutting) -> None:
         await here.write("f", b"1")
         cut = here.cut()
-        (image,) = here.cuts.unsealed(cut)
+        (image,) = here.unsealed(cut)
         here.cuts.leave_out(image)
-        assert here.cuts.unsealed(cut) == [] and here.names(cut) == {b"/f": b"unfinished"}
+        assert here.unsealed(cut) == [] and here.names(cut) == {b"/f": b"unfinished"}
         assert here.dirty() == {ROOT_INODE: 2}
 
     cutting(tmp_path / "s", test)
@@ -332,7 +340,7 @@ def test_survives_a_restart(tmp_path: Path) -> None:
 
     async def after(here: Cutting) -> None:
         cut = here.cuts.pending()
-        (image,) = here.cuts.unsealed(cut.id)
+        (image,) = here.unsealed(cut.id)
         assert here.store.images.path(image).read_bytes() == b"kept"
 
     cutting(tmp_path / "s", before)

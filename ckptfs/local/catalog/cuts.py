@@ -217,14 +217,12 @@ class Cuts:
         with self._catalog.transaction() as db:
             db.execute("UPDATE cut SET publishing = 1 WHERE id = ?", (cut,))
 
-    def unsealed(self, cut: int) -> list[ImageId]:
-        """Images of *cut* that are not sealed yet."""
-        return [
-            ImageId(row[0])
-            for row in self._db.execute(
-                "SELECT DISTINCT image FROM cut_entry WHERE cut = ? AND image IS NOT NULL AND manifest IS NULL", (cut,)
-            )
-        ]
+    def first_unsealed(self, cut: int) -> ImageId | None:
+        """An image of *cut* that is not sealed yet; None when all are."""
+        row = self._db.execute(
+            "SELECT image FROM cut_entry WHERE cut = ? AND image IS NOT NULL AND manifest IS NULL LIMIT 1", (cut,)
+        ).fetchone()
+        return ImageId(row[0]) if row else None
 
     def directories(self, cut: int) -> dict[Inode, CutDirectory]:
         return {
