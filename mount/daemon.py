@@ -420,7 +420,7 @@ def _meet(store: Store, url: str, order: Order) -> BoundStore:
     except RemoteError as error:
         if known is None:
             raise
-        text = str(error)
+        text = str(error).removesuffix(".") + "."
         if isinstance(error, RemoteUnusable):
             text += " Bring the right one back, or begin anew with another store (--store)."
         raise MountError(

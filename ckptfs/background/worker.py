@@ -66,9 +66,12 @@ def serve(connection: socket.socket) -> None:
         except OSError:
             os._exit(0)  # the daemon is gone
 
-    with connection.makefile("rb") as requests:
-        while len(header := requests.read(LENGTH.size)) == LENGTH.size:
-            threads.submit(answer, *marshal.loads(requests.read(*LENGTH.unpack(header))))
+    try:
+        with connection.makefile("rb") as requests:
+            while len(header := requests.read(LENGTH.size)) == LENGTH.size:
+                threads.submit(answer, *marshal.loads(requests.read(*LENGTH.unpack(header))))
+    except ConnectionResetError:  # killed with an answer of ours unread
+        pass
     os._exit(0)  # without waiting for what nobody wants any more
 
 

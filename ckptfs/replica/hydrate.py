@@ -200,6 +200,8 @@ class Hydrator:
         written = [each for each in written if each in still]
         if image.present is None or not self._contents.has_image(image.id):
             return
+        if self._contents.image_is_whole(image.id):  # opened anew meanwhile, and perhaps un-sealed and written
+            return
         with self._catalog.transaction():
             self._contents.add_locations(image.id, [(ChunkId(chunk), at, length) for chunk, at, length in written])
             gone = set(written)

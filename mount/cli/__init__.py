@@ -36,6 +36,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read what we print has enough; click ends quietly
+            raise
         except (CkptfsError, OSError) as error:
             text = str(error)
             if isinstance(error, OSError) and error.filename is not None and error.strerror:

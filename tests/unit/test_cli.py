@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -314,3 +315,19 @@ def test_a_lost_interrupt_is_raised_again() -> None:
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_who_reads_no_more_of_what_is_printed_gets_no_error(tmp_path: Path) -> None:
+    """As of `ckptfs inspect FILE | head`."""
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckptfs_mount", "inspect", "--chunks", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(30) != 0

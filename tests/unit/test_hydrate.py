@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -216,6 +217,31 @@ def test_neighbours_share_a_request_and_the_whole_file_comes_back(disk: Disk) ->
         await disk.hydrator.record(image)
         assert image.whole and disk.contents.image_is_whole(image.id)
         assert len(disk.contents.locations_in(image.id)) == 30
+
+    run(disk, test)
+
+
+def test_what_was_written_meanwhile_is_not_recorded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image that is being recorded when it is un-sealed through another opening: its bytes are others by then."""
+    row = disk.publish(noise(3 * PIECE))
+    flushing, written = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        flushing.set()
+        assert written.wait(30)
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        await disk.hydrator.ensure(image, content, 0, content.size)
+        monkeypatch.setattr(os, "fdatasync", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disk.hydrator.record, image)
+            await trio.to_thread.run_sync(flushing.wait, 30)
+            disk.contents.drop_locations(image.id)
+            disk.contents.set_image_whole(image.id)
+            os.pwrite(image.fd, b"new", 0)
+            written.set()
+        assert disk.contents.locations_in(image.id) == []
 
     run(disk, test)
 
