@@ -38,6 +38,7 @@ class Exerciser:
         self._site, self._disk, self._options = site, disk, options
         self._random = random.Random(seed)
         self._path = site.mountpoint / "file"
+        self._path.unlink(missing_ok=True)  # of an earlier seed
         self._path.touch()
         self._shadow = bytearray()
         self._fds: list[int] = []
