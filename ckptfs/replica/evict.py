@@ -303,7 +303,7 @@ class Evictor:
         return True
 
     def _is_free(self, found: Evictable) -> bool:
-        """Whether no program and no work of ours has the image open or mapped, or would rather have it deleted."""
+        """Whether no program and no work of ours has the image open or mapped; `let_go` is asked to close it first."""
         if self._is_open(found.ino) or self._holds(found.image):
             return False
         self._let_go(found.image)

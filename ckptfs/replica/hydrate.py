@@ -66,17 +66,16 @@ class Hydrator:
         self.last_error: str | None = None
         """Why bytes did not come, and what is done about it; None once some came."""
         self._failed_at = 0.0
-        retrying = Retrying(remote, limits, on_retry=self._failing)
-        self._remote = retrying
+        self._remote = Retrying(remote, limits, on_retry=self._failing)
         limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
         self._room = room
         self._contents = Contents(catalog)
         self._catalog = catalog
         self._read_timeout_s = read_timeout_s
-        self._manifests = Manifests(catalog, retrying, read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads))
+        self._manifests = Manifests(catalog, self._remote, read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads))
         self.fetcher = ChunkFetcher(
-            self._contents, Packs(catalog), images, self._manifests, retrying, tuning, limiter, write
+            self._contents, Packs(catalog), images, self._manifests, self._remote, tuning, limiter, write
         )
         self._kept = KeptChunks(tuning.kept_bytes, tuning.kept_ahead_bytes)
         self._flights = Flights(self.fetcher, room, self._kept)
