@@ -276,6 +276,7 @@ class Engine:
         return self.progress().is_clear
 
     async def _all_sealed(self) -> None:
+        self.filesystem.files.held.look()  # who let go this instant has finished its file
         while not self.sealer.idle:
             self.sealer.hurry()
             changed = self._changed

@@ -1,6 +1,6 @@
 """Files that nobody has open, as far as we know, and that can be written all the same.
 
-Two ways lead here: a memory map outlives its descriptor (np.memmap closes its own at once), which under passthrough the
+Two ways lead here: a memory map outlives its descriptor (C, C++ and Rust programs close theirs at once), which under passthrough the
 kernel does not tell; or a program that our killed predecessor served goes on with the descriptors and maps it has. Such
 a file counts as being written. A lease (`ckptfs.local.leases`) tells when that is over; there is no event for it, so we
 look, often at first: after an ordinary close it takes the kernel a moment to let go.
@@ -57,9 +57,10 @@ class HeldFiles:
                 with trio.move_on_after(pause_s):
                     await self._added.wait()
                 pause_s = min(2 * pause_s, _LAST_LOOK_S)
-                self._look()
+                self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Tell those that are free by now."""
         for file in list(self._files.values()):
             if file.writers or not is_free(file.image):
                 continue

@@ -269,7 +269,9 @@ class Daemon:
             self._fuse_scope.deadline = trio.current_time() + _HANDLERS_END_S
 
     async def _linger(self) -> None:
-        """After an unmount that nobody waited for: upload what is pending, while there is time."""
+        """After an unmount: upload what is pending, while there is time."""
+        if self._engine.progress().is_clear:
+            return
         log.info("uploading for up to %.0f s more", self._settings.stop_timeout_s)
         async with trio.open_nursery() as nursery:
 

@@ -42,7 +42,7 @@ class Life(Protocol):
         ...
 
     def waive_drain(self) -> None:
-        """Somebody waited for the uploads, or chose not to: when the mount ends, end at once."""
+        """Somebody chose not to wait for uploads: when the mount ends, end at once."""
         ...
 
     def demand_drain(self) -> None:
@@ -160,15 +160,18 @@ class Requests:
     async def unmount(self, request: Request, reply: Reply) -> Mapping[str, Any]:
         """Prepare the end: drain if *wait*, say {"ready": true}, and give the summary once the mount has ended.
 
-        The client unmounts when it hears "ready", because the kernel knows whether it may.
+        The client unmounts when it hears "ready", because the kernel knows whether it may. What was closed in between
+        is uploaded after that.
         """
 
         async def drain() -> bool:
             return await self._engine.drain(None)
 
-        if request.get("wait"):
+        waits = bool(request.get("wait"))
+        if waits:
             await self._work(drain, reply)
-        self._life.waive_drain()
+        else:
+            self._life.waive_drain()
         try:
             await reply.progress({"ready": True, **dataclasses.asdict(self._engine.progress())})
             while not self._life.ended.is_set():
@@ -177,7 +180,8 @@ class Requests:
                     break
                 await reply.progress({"closing": True})
         finally:
-            self._life.demand_drain()
+            if not waits:
+                self._life.demand_drain()
         return self._life.summary
 
     async def _work(

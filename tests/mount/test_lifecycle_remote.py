@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 import ckptfs
 from tests.conftest import Bucket
+from tests.support.maps import mapped
 from tests.support.mounts import COMMAND_S, TINY, Site, is_alive, is_mounted, run, until
 from tests.support.proxy import FaultProxy, Faults
 
@@ -57,6 +59,18 @@ def test_umount_waits_and_everything_is_on_the_remote(far: Site, bucket: Bucket)
     assert listed(far, f"{url}/exp/late") == {"late": 5000}
     assert far.run("ls", f"{url}/none").status == 1
     assert far.run("ls", bucket.url).status == 1
+
+
+def test_umount_waits_for_what_a_map_wrote_until_just_now(far: Site, bucket: Bucket) -> None:
+    """The kernel tells nobody that the last map of a passthrough file is gone: umount looks, and uploads the file."""
+    for number in range(3):
+        far.mount("--remote", f"{bucket.url}/run")
+        (far.mountpoint / "shared").write_bytes(bytes(mmap.PAGESIZE))
+        with mapped(far.mountpoint / "shared", writable=True) as content:
+            time.sleep(1.03 + 0.15 * number)  # by now it is looked at only twice a second
+            content[:4] = f"{number:04}".encode()
+        assert "everything is on" in far.umount().out
+    assert listed(far, f"{bucket.url}/run") == {"shared": mmap.PAGESIZE}
 
 
 def test_case_021_leaving_without_uploads_is_told_and_resumed(far: Site, network: FaultProxy, bucket: Bucket) -> None:

@@ -50,7 +50,7 @@ ANSWERS = {"is_plain": False, "is_sound": False, "to_read": -1, "to_write": -1, 
 """What the C module asks the operations, and what leaves a request to its handler."""
 
 INSIDE = (
-    "ckptfs.held:HeldFiles._look",
+    "ckptfs.held:HeldFiles.look",
     "ckptfs.local.catalog.catalog:Catalog.sync_wal",
     "ckptfs.local.catalog.catalog:Catalog.wal_bytes",
     "ckptfs.local.groupsync:GroupSync._flush_catalog",
