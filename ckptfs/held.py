@@ -1,9 +1,9 @@
 """Files that nobody has open, as far as we know, and that can be written all the same.
 
-Two ways lead here: a memory map outlives its descriptor (C, C++ and Rust programs close theirs at once), which under passthrough the
-kernel does not tell; or a program that our killed predecessor served goes on with the descriptors and maps it has. Such
-a file counts as being written. A lease (`ckptfs.local.leases`) tells when that is over; there is no event for it, so we
-look, often at first: after an ordinary close it takes the kernel a moment to let go.
+Two ways lead here: a memory map outlives its descriptor (C, C++ and Rust programs close theirs at once), which under
+passthrough the kernel does not tell; or a program that our killed predecessor served goes on with the descriptors and
+maps it has. Such a file counts as being written. A lease (`ckptfs.local.leases`) tells when that is over; there is no
+event for it, so we look, often at first: after an ordinary close it takes the kernel a moment to let go.
 """
 
 from __future__ import annotations
