@@ -24,8 +24,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "ckptfs.encoding._planes",
-            ["ckptfs/encoding/_planes.c"],
+            "ckptfs.encoding._elements",
+            ["ckptfs/encoding/_elements.c"],
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-Wno-unused-parameter"],
             optional=True,
         ),

@@ -22,6 +22,7 @@ _MEMORY_SHARE = 128
 """By default we take one part in so many of the machine's memory, within these bounds."""
 _STANDING_BYTES = 128 * MIB
 """What the daemon and its background process take before they hold a byte of anybody's files."""
+_LONGEST_FETCH_BYTES = 16 * MIB
 _CONNECTIONS = 32
 """More than the remote's client keeps open would be made anew for each request."""
 
@@ -36,12 +37,14 @@ def within_memory(memory_bytes: int) -> Mapping[str, int]:
     """The fields of a `Tuning` that share out *memory_bytes*, which the daemon and its background process may take.
 
     Uploading and reading seldom need the most at the same moment, and packs on their way back are gone in a moment, so
-    that together these may be more than there is: at 256 MiB, uploads take 96 MiB, and range requests 64 MiB.
+    that together these may be more than there is: at 256 MiB, uploads take 96 MiB, and range requests 80 MiB.
     """
     shared = max(memory_bytes, LEAST_MEMORY_BYTES) - _STANDING_BYTES
     return {
         "upload_bytes": shared * 3 // 4,
         "fetch_threads": min(shared // (16 * MIB), _CONNECTIONS),
+        "fetching_bytes": shared * 5 // 8,
+        "fetch_bytes": min(shared // 8, _LONGEST_FETCH_BYTES),
         "readahead_bytes": shared // 2,
         "kept_bytes": shared * 5 // 16,
         "kept_ahead_bytes": shared * 3 // 16,
@@ -93,9 +96,11 @@ class Tuning:
     """Hashing or encoding no more than this begins no process: it takes some 20 ms, and a process 300 ms to begin."""
     fetch_threads: int = 8
     """Range requests at once while reading from the remote."""
-    fetch_bytes: int = 8 * MIB
-    """Coalesced range requests grow up to this many encoded bytes. A request costs 3 ms of CPU time whatever its
-    length: 1 GiB came in 4.7 s so, and in 6.0 s with twelve of 4 MiB at once."""
+    fetching_bytes: int = 80 * MIB
+    """... and the bytes in all that they bring into memory."""
+    fetch_bytes: int = _LONGEST_FETCH_BYTES
+    """Coalesced range requests grow up to this many encoded bytes, and those for what deltas are against as much. A
+    request costs 1.8 ms of CPU time whatever its length, and the server about as much."""
     fetch_gap_bytes: int = 128 * KIB
     """Bytes worth fetching in vain to save one request."""
     readahead_bytes: int = 64 * MIB

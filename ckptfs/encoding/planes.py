@@ -36,6 +36,6 @@ def join(planes: Sequence[Buffer], out: memoryview) -> None:
 
 part_with_numpy, join_with_numpy = part, join
 try:
-    from ckptfs.encoding._planes import join, part
+    from ckptfs.encoding._elements import join, part
 except ImportError:  # no compiler where it was installed
     pass

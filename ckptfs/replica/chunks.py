@@ -2,7 +2,7 @@
 
 Every chunk's digest is checked before its bytes go anywhere (invariant 6). Damage costs the one chunk: a local copy
 that differs is forgotten and the remote asked; a pack that lacks it, or differs twice, makes way for one that has it.
-What a delta is against comes from this disk too where it is here, else in the same turn as the delta.
+What a delta is against comes from this disk too where it is here, else at the same time as the delta.
 
 Who calls: the event loop's thread. Range requests run in abandonable threads with the store's retries; what touches the
 image's descriptor runs in threads that are always waited for, so that the caller may close it afterwards.
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import trio
@@ -29,14 +29,15 @@ from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images, begin_writing_out_of
 from ckptfs.remote.base import ObjectStore
 from ckptfs.replica.manifests import Manifests
+from ckptfs.replica.slots import Slots
 from ckptfs.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 2
 
-_scratch = Scratch()
-"""Each thread decodes one chunk after another into the same memory."""
+_scratch, _base_scratch = Scratch(), Scratch()
+"""Each thread decodes one chunk after another into the same memory, and what it is against into other memory."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,56 @@ class Outcome:
 Deliver = Callable[[Outcome], None]
 
 
+@dataclass
+class Run:
+    """Chunks that lie near each other in one pack: one range request gets them."""
+
+    pack: ObjectId
+    parts: list[tuple[Wanted, Placed]]
+    """At least one, by offset in the pack."""
+    base_bytes: int = 0
+    """How much of what deltas among them are against has to come with them."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What is in memory while they are fetched."""
+        return self.end - self.start + self.base_bytes
+
+    @property
+    def start(self) -> int:
+        return self.parts[0][1].offset
+
+    @property
+    def end(self) -> int:
+        return max(at.offset + at.length for _, at in self.parts)
+
+    def cut(self, data: bytes) -> Iterator[tuple[Wanted, Placed, memoryview]]:
+        """The parts, each with its encoded bytes; *data* is what the pack holds between start and end."""
+        view, start = memoryview(data), self.start
+        for wanted, at in self.parts:
+            yield wanted, at, view[at.offset - start : at.offset - start + at.length]
+
+
+class _Bases:
+    """What the deltas of a run are against."""
+
+    def __init__(self) -> None:
+        self.raw: dict[ChunkId, bytes | bytearray] = {}
+        """From this disk."""
+        self.encoded: dict[ChunkId, tuple[Placed, memoryview]] = {}
+        """From packs."""
+
+    def decoded(self, base: ChunkId, length: int) -> bytes | bytearray | memoryview | None:
+        """The bytes of *base* until the thread asks again, if it is here. Raises FormatError.
+
+        They may be others: whoever decodes a delta with them compares its digest.
+        """
+        if base not in self.encoded:
+            return self.raw.get(base)
+        at, encoded = self.encoded[base]
+        return decode(at.codec, encoded, length, _base_scratch.buffer)
+
+
 class ChunkFetcher:
     """Fetches chunks; `bytes_fetched` counts what was asked of the remote."""
 
@@ -70,7 +121,6 @@ class ChunkFetcher:
         manifests: Manifests,
         remote: ObjectStore,
         tuning: Tuning,
-        limiter: trio.CapacityLimiter,
         write: Callable[[int, memoryview, int], int],
     ) -> None:
         self._contents = contents
@@ -79,7 +129,7 @@ class ChunkFetcher:
         self._manifests = manifests
         self._remote = remote
         self._tuning = tuning
-        self._limiter = limiter
+        self._slots = Slots(tuning.fetch_threads, tuning.fetching_bytes)
         self._copies = trio.CapacityLimiter(_COPIES_AT_ONCE)
         self._write = write
         self.bytes_fetched = 0
@@ -93,28 +143,28 @@ class ChunkFetcher:
         Copies are looked for in every image but *image* itself. Raises nothing but Cancelled.
         """
         async with trio.open_nursery() as nursery:
-            remote = [each for each in wanted if not self._copy_soon(nursery, content, each, image, fd, deliver)]
+            here = self._contents.located([each.chunk.id for each in wanted], besides=image)
+            for each in wanted:
+                if each.chunk.id in here:
+                    nursery.start_soon(self._copy, nursery, content, each, image, fd, deliver)
+            remote = [each for each in wanted if each.chunk.id not in here]
             self._fetch_soon(nursery, content, remote, fd, deliver)
 
     async def raw(self, chunk: ChunkId, length: int) -> bytes | None:
         """The bytes of a chunk that is no delta; None when nobody has them. Raises RemoteError."""
-        return (await self._bases(None, {chunk: length})).get(chunk)
+        wanted = Wanted(Chunk(chunk, length, None), 0)
+        outcome = await self._from_disk(wanted, None, None)
+        at = self._packs.placed([chunk]).get(chunk)
+        if outcome is None and at is not None and at.base is None:
+            try:
+                (outcome,) = await self._get_run(None, Run(at.pack, [(wanted, at)]), None)
+            except RemoteError as error:
+                if error.temporary:
+                    raise
+                log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(at.pack), error)
+        return None if outcome is None or outcome.raw is None else bytes(outcome.raw)
 
     # This disk
-
-    def _copy_soon(
-        self,
-        nursery: trio.Nursery,
-        content: Content,
-        wanted: Wanted,
-        image: ImageId | None,
-        fd: int | None,
-        deliver: Deliver,
-    ) -> bool:
-        is_here = self._place(wanted, image, ()) is not None
-        if is_here:
-            nursery.start_soon(self._copy, nursery, content, wanted, image, fd, deliver)
-        return is_here
 
     def _place(self, wanted: Wanted, image: ImageId | None, tried: Collection[Location]) -> Location | None:
         """Where else than in *image* a chunk is now, and was not looked for yet."""
@@ -174,59 +224,54 @@ class ChunkFetcher:
     ) -> None:
         if not wanted:
             return
-        placed = self._packs.placed(each.chunk.id for each in wanted)
+        placed = self._packs.placed_with_bases(each.chunk.id for each in wanted)
         there = [(each, placed[each.chunk.id]) for each in wanted if each.chunk.id in placed]
-        for pack, run in self._runs(there):
-            nursery.start_soon(self._fetch_run, nursery, content, pack, run, fd, deliver)
+        for run in self._runs(there, placed):
+            nursery.start_soon(self._fetch_run, nursery, content, run, fd, deliver)
         lacking = [each for each in wanted if each.chunk.id not in placed]
         if lacking:
             nursery.start_soon(self._elsewhere, nursery, content, lacking, {}, None, fd, deliver)
 
-    def _runs(self, placed: list[tuple[Wanted, Placed]]) -> list[tuple[ObjectId, list[tuple[Wanted, Placed]]]]:
-        """Neighbours in one pack, joined into range requests."""
-        runs: list[tuple[ObjectId, list[tuple[Wanted, Placed]]]] = []
-        ordered = sorted(placed, key=lambda each: (each[1].pack, each[1].offset))
-        start = end = bases_bytes = 0
-        for wanted, at in ordered:
-            bases_bytes += wanted.chunk.length if at.base is not None else 0
+    def _runs(self, parts: list[tuple[Wanted, Placed]], bases: Mapping[ChunkId, Placed]) -> list[Run]:
+        """Neighbours in one pack joined into runs; *bases* tells what will come with deltas."""
+        runs: list[Run] = []
+        end = 0
+        for wanted, at in sorted(parts, key=lambda part: (part[1].pack, part[1].offset)):
+            of_base = 0
+            if at.base is not None:
+                of_base = bases[at.base].length if at.base in bases else wanted.chunk.length
             joined = (
                 bool(runs)
-                and runs[-1][0] == at.pack
+                and runs[-1].pack == at.pack
                 and at.offset <= end + self._tuning.fetch_gap_bytes
-                and at.offset + at.length <= start + self._tuning.fetch_bytes
-                and bases_bytes <= self._tuning.fetch_bytes  # they are in memory while the run is decoded
+                and at.offset + at.length <= runs[-1].start + self._tuning.fetch_bytes
+                and runs[-1].base_bytes + of_base <= self._tuning.fetch_bytes
             )
             if joined:
-                runs[-1][1].append((wanted, at))
+                runs[-1].parts.append((wanted, at))
+                runs[-1].base_bytes += of_base
                 end = max(end, at.offset + at.length)
             else:
-                runs.append((at.pack, [(wanted, at)]))
-                start, end = at.offset, at.offset + at.length
-                bases_bytes = wanted.chunk.length if at.base is not None else 0
-        order = {id(wanted): index for index, (wanted, _) in enumerate(placed)}
+                runs.append(Run(at.pack, [(wanted, at)], of_base))
+                end = at.offset + at.length
+        order = {id(wanted): index for index, (wanted, _) in enumerate(parts)}
         # What the reader asked for first is requested first.
-        return sorted(runs, key=lambda run: min(order[id(wanted)] for wanted, _ in run[1]))
+        return sorted(runs, key=lambda run: min(order[id(wanted)] for wanted, _ in run.parts))
 
     async def _fetch_run(
-        self,
-        nursery: trio.Nursery,
-        content: Content,
-        pack: ObjectId,
-        run: list[tuple[Wanted, Placed]],
-        fd: int | None,
-        deliver: Deliver,
+        self, nursery: trio.Nursery, content: Content, run: Run, fd: int | None, deliver: Deliver
     ) -> None:
-        key = pack_key(pack)
+        key = pack_key(run.pack)
         try:
-            async with self._limiter:
-                outcomes = await self._get_run(content, pack, run, fd)
+            async with self._slots.take(run.size_bytes):
+                outcomes = await self._get_run(content, run, fd)
                 damaged = {id(each.wanted) for each in outcomes if isinstance(each.error, FormatError)}
                 if damaged:  # on their way, perhaps
                     outcomes = [each for each in outcomes if id(each.wanted) not in damaged]
-                    again = [each for each in run if id(each[0]) in damaged]
-                    outcomes += await self._get_run(content, pack, again, fd)
+                    again = replace(run, parts=[part for part in run.parts if id(part[0]) in damaged])
+                    outcomes += await self._get_run(content, again, fd)
         except RemoteError as error:
-            outcomes = [Outcome(wanted, error) for wanted, _ in run]
+            outcomes = [Outcome(wanted, error) for wanted, _ in run.parts]
         bad = []
         for outcome in outcomes:
             lost = isinstance(outcome.error, FormatError | RemoteError)
@@ -237,48 +282,65 @@ class ChunkFetcher:
         if bad:
             log.error("%s does not give what it should hold: %s", key, bad[0].error)
             wanted = [outcome.wanted for outcome in bad]
-            tried = {each.chunk.id: at for each, at in run}
+            tried = {each.chunk.id: at for each, at in run.parts}
             await self._elsewhere(nursery, content, wanted, tried, bad[0].error, fd, deliver)
 
-    async def _get_run(
-        self, content: Content | None, pack: ObjectId, run: list[tuple[Wanted, Placed]], fd: int | None
-    ) -> list[Outcome]:
+    async def _get_run(self, content: Content | None, run: Run, fd: int | None) -> list[Outcome]:
         """Raises RemoteError."""
-        start = min(at.offset for _, at in run)
-        end = max(at.offset + at.length for _, at in run)
-        self.requests += 1
-        data = await trio.to_thread.run_sync(
-            partial(self._remote.get, pack_key(pack), start, end), abandon_on_cancel=True, limiter=_unlimited()
-        )
-        self.bytes_fetched += end - start
-        bases = await self._bases(content, {at.base: each.chunk.length for each, at in run if at.base is not None})
-        unpack = partial(self._unpack, memoryview(data), start, run, bases, fd)
+        bases = _Bases()
+        base_runs = await self._bases(content, run, bases)
+        data, *others = await self._get_ranges([run, *base_runs])
+        if isinstance(data, RemoteError):
+            raise data
+        for each, got in zip(base_runs, others, strict=True):
+            if not isinstance(got, RemoteError):
+                bases.encoded.update((wanted.chunk.id, (at, part)) for wanted, at, part in each.cut(got))
+            elif got.temporary:
+                raise got
+            else:
+                log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(each.pack), got)
+        unpack = partial(self._unpack, run, data, bases, fd)
         return await trio.to_thread.run_sync(unpack, limiter=_unlimited())
 
-    async def _bases(self, content: Content | None, lengths: Mapping[ChunkId, int]) -> dict[ChunkId, bytes]:
-        """The raw bytes of chunks that deltas are against; those that nobody has are left out. Raises RemoteError."""
-        wanted = {base: Wanted(Chunk(base, length, None), 0) for base, length in lengths.items()}
-        found: dict[ChunkId, bytes] = {}
-        for base, each in wanted.items():
-            outcome = await self._from_disk(each, None, None)
+    async def _get_ranges(self, runs: Sequence[Run]) -> list[bytes | RemoteError]:
+        """What the packs hold there, or why it cannot be had; all at once."""
+        found: dict[int, bytes | RemoteError] = {}
+
+        async def get(index: int, run: Run) -> None:
+            self.requests += 1
+            request = partial(self._remote.get, pack_key(run.pack), run.start, run.end)
+            try:
+                found[index] = await trio.to_thread.run_sync(request, abandon_on_cancel=True, limiter=_unlimited())
+                self.bytes_fetched += run.end - run.start
+            except RemoteError as error:
+                found[index] = error
+
+        async with trio.open_nursery() as nursery:
+            for index, run in enumerate(runs):
+                nursery.start_soon(get, index, run)
+        return [found[index] for index in range(len(runs))]
+
+    async def _bases(self, content: Content | None, run: Run, bases: _Bases) -> list[Run]:
+        """Put into *bases* what deltas of *run* are against and this disk has; the runs that hold the rest.
+
+        What nobody has is left out.
+        """
+        wanted = {
+            at.base: Wanted(Chunk(at.base, each.chunk.length, None), 0) for each, at in run.parts if at.base is not None
+        }
+        if not wanted:
+            return []
+        for base in self._contents.located(wanted, besides=None):
+            outcome = await self._from_disk(wanted[base], None, None)
             if outcome is not None and outcome.raw is not None:
-                found[base] = bytes(outcome.raw)
-        lacking = wanted.keys() - found.keys()
+                bases.raw[base] = outcome.raw
+        lacking = wanted.keys() - bases.raw.keys()
         places = self._packs.placed(lacking)
         if content is not None and lacking - places.keys():
             places = dict(await self._manifests.places(content)) | places
         # One that is said to be a delta itself is nobody's base: who wrote that may also have written a circle.
         whole = [(wanted[base], places[base]) for base in lacking & places.keys() if places[base].base is None]
-        for pack, run in self._runs(whole):
-            try:
-                outcomes = await self._get_run(None, pack, run, None)
-            except RemoteError as error:
-                if error.temporary:
-                    raise
-                log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(pack), error)
-                continue
-            found |= {each.wanted.chunk.id: bytes(each.raw) for each in outcomes if each.raw is not None}
-        return found
+        return self._runs(whole, {})
 
     async def _elsewhere(
         self,
@@ -299,22 +361,14 @@ class ChunkFetcher:
                 deliver(Outcome(each, error or ContentUnavailable(f"no pack known holds chunk {each.chunk.id.hex()}")))
             else:
                 again.append((each, at))
-        for pack, run in self._runs(again):
-            await self._fetch_run(nursery, content, pack, run, fd, deliver)
+        for run in self._runs(again, places):
+            await self._fetch_run(nursery, content, run, fd, deliver)
 
-    def _unpack(
-        self,
-        data: memoryview,
-        start: int,
-        run: list[tuple[Wanted, Placed]],
-        bases: Mapping[ChunkId, bytes],
-        fd: int | None,
-    ) -> list[Outcome]:
+    def _unpack(self, run: Run, data: bytes, bases: _Bases, fd: int | None) -> list[Outcome]:
         outcomes = []
-        for wanted, at in run:
-            encoded = data[at.offset - start : at.offset - start + at.length]
-            base = None if at.base is None else bases.get(at.base)
+        for wanted, at, encoded in run.cut(data):
             try:
+                base = None if at.base is None else bases.decoded(at.base, wanted.chunk.length)
                 raw = decode(at.codec, encoded, wanted.chunk.length, _scratch.buffer, base)
             except FormatError as error:
                 outcomes.append(Outcome(wanted, error))

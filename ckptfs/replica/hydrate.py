@@ -67,7 +67,6 @@ class Hydrator:
         """Why bytes did not come, and what is done about it; None once some came."""
         self._failed_at = 0.0
         self._remote = Retrying(remote, limits, on_retry=self._failing)
-        limiter = trio.CapacityLimiter(tuning.fetch_threads)
         self._tuning = tuning
         self._room = room
         self._contents = Contents(catalog)
@@ -75,7 +74,7 @@ class Hydrator:
         self._read_timeout_s = read_timeout_s
         self._manifests = Manifests(catalog, self._remote, read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads))
         self.fetcher = ChunkFetcher(
-            self._contents, Packs(catalog), images, self._manifests, self._remote, tuning, limiter, write
+            self._contents, Packs(catalog), images, self._manifests, self._remote, tuning, write
         )
         self._kept = KeptChunks(tuning.kept_bytes, tuning.kept_ahead_bytes)
         self._flights = Flights(self.fetcher, room, self._kept)
@@ -219,8 +218,9 @@ class Hydrator:
         cause: Exception | None = None
         while flights := self._start(image, content, start, end, purpose, held):
             for offset, flight in flights.items():
-                with trio.move_on_at(deadline):
-                    await flight.done.wait()
+                if not flight.done.is_set():
+                    with trio.move_on_at(deadline):
+                        await flight.done.wait()
                 late = trio.current_time() >= deadline
                 if not flight.done.is_set():
                     why = cause or self._remote.failure_since(began) or "no answer"

@@ -24,7 +24,8 @@ def test_shares_grow_with_memory_and_fit_into_it(mib: int) -> None:
     tuning = Settings(memory_bytes=mib * MIB).tuned
     assert tuning.upload_bytes >= 2 * tuning.pack_bytes
     assert 4 <= tuning.fetch_threads <= 32
-    assert tuning.upload_bytes < mib * MIB and tuning.kept_bytes + tuning.fetch_threads * tuning.fetch_bytes < mib * MIB
+    assert tuning.upload_bytes < mib * MIB and tuning.kept_bytes + tuning.fetching_bytes < mib * MIB
+    assert 2 * tuning.fetch_bytes <= tuning.fetching_bytes
     assert tuning.kept_ahead_bytes < tuning.kept_bytes
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.encoding import codec
+from ckptfs.encoding import codec, delta
 from ckptfs.errors import FormatError
 
 DTYPES = (None, "float32", "bfloat16", "float16", "float64", "complex64", "float8_e4m3fn", "int32", "uint8", "bool")
@@ -35,10 +35,10 @@ def both(raw: bytes, base: bytes, dtype: str | None) -> tuple[float, float]:
 def test_small_steps_take_few_bytes() -> None:
     """Weights that moved a little, and rows of which few were touched."""
     before, after = weights()
-    plain, delta = both(after.tobytes(), before.tobytes(), "float32")
-    assert delta < 0.52 < 0.8 < plain
-    plain, delta = both(as_bfloat16(after), as_bfloat16(before), "bfloat16")
-    assert delta < 0.1 < 0.6 < plain
+    plain, changed = both(after.tobytes(), before.tobytes(), "float32")
+    assert changed < 0.52 < 0.8 < plain
+    plain, changed = both(as_bfloat16(after), as_bfloat16(before), "bfloat16")
+    assert changed < 0.1 < 0.6 < plain
     rows = before.copy().reshape(-1, 64)
     rows[::40] *= 1.5
     assert both(rows.tobytes(), before.tobytes(), "float32")[1] < 0.04
@@ -61,6 +61,52 @@ def test_any_bytes_come_back(raw: bytes, base: bytes, dtype: str | None) -> None
     assert codec.decode(number, data, len(raw), base=base) == raw
     assert codec.encode_as(number, raw, len(data), base) == data
     assert codec.encode_as(number, raw, len(data)) is None
+
+
+WAYS = [
+    (delta.difference_with_numpy, delta.restore_with_numpy),
+    (delta.difference, delta.restore),
+]
+
+
+def test_the_c_module_was_built() -> None:
+    """Where there is a compiler, which pyfuse3 needs anyway, it is what runs: else all below tests numpy twice."""
+    assert delta.difference is not delta.difference_with_numpy
+    assert delta.restore is not delta.restore_with_numpy
+
+
+@given(raw=st.binary(max_size=300), base=st.binary(max_size=300), width=st.sampled_from([1, 2, 4, 8]))
+def test_differences_by_c_are_those_by_numpy(raw: bytes, base: bytes, width: int) -> None:
+    """Folded: 0, -1, 1, -2 ... become 0, 1, 2, 3 ...; back they are the elements, and nothing else is touched."""
+    raw = raw[: len(raw) // width * width]
+    base = base[: len(raw)].ljust(len(raw), b"\x7f")
+    bits = 8 * width
+    elements = [
+        int.from_bytes(raw[at : at + width], "little") - int.from_bytes(base[at : at + width], "little")
+        for at in range(0, len(raw), width)
+    ]
+    signed = [(each + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) for each in elements]
+    folded = b"".join((2 * each if each >= 0 else -2 * each - 1).to_bytes(width, "little") for each in signed)
+    for difference, restore in WAYS:
+        out = bytearray(b"\xaa" * (len(raw) + 3))
+        difference(raw, base, memoryview(out)[: len(raw)], width)
+        assert out == folded + b"\xaa" * 3
+        restore(memoryview(out)[: len(raw)], base, width)
+        assert out == raw + b"\xaa" * 3
+
+
+def test_no_difference_is_written_beyond_a_buffer() -> None:
+    out = bytearray(16)
+    for call in (
+        lambda: delta.difference(bytes(16), bytes(15), memoryview(out), 4),
+        lambda: delta.difference(bytes(17), bytes(17), memoryview(out), 4),
+        lambda: delta.difference(bytes(16), bytes(16), memoryview(out), 3),
+        lambda: delta.restore(memoryview(out), bytes(15), 4),
+        lambda: delta.restore(memoryview(out), bytes(16), 0),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    assert out == bytes(16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -37,6 +37,7 @@ PIECE = 1000
 TUNING = Tuning(
     fetch_threads=3,
     fetch_bytes=4000,
+    fetching_bytes=16000,
     fetch_gap_bytes=100,
     readahead_bytes=1 << 20,
     retry_first_s=0.01,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptfs.ids import ChunkId, ImageId, Inode, ObjectId
-from ckptfs.local.catalog.catalog import Catalog
+from ckptfs.local.catalog.catalog import Catalog, batches
 
 _DROPPED = -1
 """image.whole of one that nobody needs, while its file is not deleted yet."""
@@ -237,6 +237,17 @@ class Contents:
             Location(ImageId(row[0]), row[1], row[2])
             for row in self._db.execute("SELECT image, offset, length FROM location WHERE chunk = ?", (chunk,))
         ]
+
+    def located(self, chunks: Iterable[ChunkId], *, besides: ImageId | None) -> set[ChunkId]:
+        """Those of *chunks* that lie in some image, not counting *besides*."""
+        found: set[ChunkId] = set()
+        for batch in batches(chunks):
+            marks = ",".join("?" * len(batch))
+            rows = self._db.execute(
+                f"SELECT DISTINCT chunk FROM location WHERE chunk IN ({marks}) AND image IS NOT ?", (*batch, besides)
+            )
+            found.update(ChunkId(row[0]) for row in rows)
+        return found
 
     def locations_in(self, image: ImageId) -> list[tuple[int, int]]:
         """(offset, length) of every located chunk of *image*, in order."""
