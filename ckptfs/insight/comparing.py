@@ -229,12 +229,20 @@ def _pieces(old: _Part, new: _Part, threads: ThreadPoolExecutor) -> Iterator[_Su
 
         def compare_piece(at: int) -> _Sums:
             data = [
-                read_exactly(source, part.tensor.start + at * width, min(step * width, part.size - at * width))
+                _read(source, part, at * width, min(step * width, part.size - at * width))
                 for source, part, width in zip(sources, (old, new), widths, strict=True)
             ]
             return _look(data[0], old.tensor.dtype, data[1], new.tensor.dtype)
 
         yield from threads.map(compare_piece, range(0, count, step))
+
+
+def _read(source: FileSource, part: _Part, start: int, length: int) -> bytes:
+    """*length* bytes from *start* of *part*. Raises OSError, which names the file, and FormatError when it shrank."""
+    try:
+        return read_exactly(source, part.tensor.start + start, length)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, part.path) from error
 
 
 def _look(old: bytes, old_dtype: str, new: bytes, new_dtype: str) -> _Sums:

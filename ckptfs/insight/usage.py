@@ -36,7 +36,7 @@ class Row:
     """What one file or directory takes."""
 
     path: bytes
-    """From the path that was asked about; that itself is `.`."""
+    """From the path that was asked about; that itself has its name."""
     kind: str
     usage: Usage
 
@@ -121,7 +121,8 @@ def look(store: Path, inside: bytes, *, each_file: bool = False, tell: Tell = la
         ledger = _Ledger(survey, Images(store / "images"), tell)
         chunks = ledger.chunks()
     below = [_below(file.path, top) for file in ledger.files]
-    if each_file or b"." in below:
+    is_file = any(file.path == top for file in ledger.files)
+    if each_file or is_file:
         listed = [(path, FILE) for path in below if path is not None]
         group_of = {path: number for number, (path, _) in enumerate(listed)}
         labels = [NOWHERE if path is None else group_of[path] for path in below]
@@ -144,11 +145,11 @@ def look(store: Path, inside: bytes, *, each_file: bool = False, tell: Tell = la
 
 
 def _below(path: bytes, top: bytes) -> bytes | None:
-    """*path* from *top*; `.` for that itself, None for what is elsewhere."""
+    """*path* from *top*; its own name for that itself, None for what is elsewhere."""
     if top == b"/":
         return path[1:]
     if path == top:
-        return b"."
+        return top.rpartition(b"/")[2]
     return path[len(top) + 1 :] if path.startswith(top + b"/") else None
 
 

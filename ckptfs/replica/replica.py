@@ -7,6 +7,7 @@ file system. `run` holds the background tasks; everything else is called on the 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from stat import S_ISDIR
 from typing import Protocol
@@ -306,15 +307,28 @@ class Replica:
         """Encoded bytes on the remote that this store knows of."""
         return self.packs.stored_bytes()
 
-    def sets_at_risk(self, pending: Iterable[Pending]) -> list[str]:
-        """Paths of the directories with names that are not replicated; recognised sets first."""
-        found: dict[Inode, bool] = {}
+    def sets_at_risk(self, pending: Iterable[Pending]) -> list[dict[str, object]]:
+        """The directories with names that are not replicated, oldest first; of recognised sets only, if there are any.
+
+        Each with its path, its kind (None when it is no set), and what an incomplete one is waiting for, if that is
+        known.
+        """
+        found: dict[Inode, sets.Verdict] = {}
         for each in pending:
             directory = each.ino if S_ISDIR(each.mode) else each.parent
             if directory not in found:
-                found[directory] = self._set_state(directory) is not None
-        ordered = sorted(found, key=lambda ino: (not found[ino], ino))
-        return [self._text(ino) for ino in ordered if found[ino]] or [self._text(ino) for ino in ordered]
+                found[directory] = self._verdict(directory)
+        ordered = sorted(found)
+        return [
+            {
+                "path": self._text(ino),
+                "kind": verdict.kind,
+                "complete": verdict.complete,
+                "missing": None if verdict.missing is None else os.fsdecode(verdict.missing),
+            }
+            for ino in [ino for ino in ordered if found[ino].kind is not None] or ordered
+            for verdict in [found[ino]]
+        ]
 
     def newest_safe_set(self) -> dict[str, object] | None:
         """The newest directory with files that is not an incomplete set and of which everything is replicated."""
@@ -331,7 +345,7 @@ class Replica:
     def _newest_safe(self) -> tuple[Inode, int] | None:
         """The directory of `newest_safe_set`, and its mtime in ns."""
         for ino, mtime_ns in self._totals.newest_directories(_SETS_LOOKED_AT):
-            if self._set_state(ino) is not False and not self._totals.pending_under(ino, limit=1):
+            if self._verdict(ino).complete and not self._totals.pending_under(ino, limit=1):
                 return ino, mtime_ns
         return None
 
@@ -339,15 +353,14 @@ class Replica:
         found = self._newest_safe()
         return set() if found is None else self._totals.files_under(found[0])
 
-    def _set_state(self, directory: Inode) -> bool | None:
-        """None: not a recognised set; else whether it is complete."""
+    def _verdict(self, directory: Inode) -> sets.Verdict:
+        """What a directory is, by the names in it."""
         names = self._store.names
         found = names.parents(directory)
         if not found:
-            return None
+            return sets.UNRECOGNISED
         children = {name for name, _ in names.entries(directory)}
-        verdict = sets.judge(found[0][1], children, lambda name: None, lambda name: None)
-        return None if verdict.kind is None else verdict.complete
+        return sets.judge(found[0][1], children, lambda name: None, lambda name: None)
 
     def _text(self, ino: Inode) -> str:
         return self._store.names.path(ino).decode(errors="surrogateescape")

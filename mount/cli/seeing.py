@@ -21,6 +21,8 @@ from .output import DURATION, JSON, ago, files, pending, size
 from .output import duration as in_words
 from .waiting import Waiting
 
+_SETS_SHOWN = 10
+
 
 @click.command()
 @click.argument("path", required=False)
@@ -157,8 +159,10 @@ def _show(document: dict[str, Any]) -> None:
         console.print(Text("If this machine vanished now, nothing would be lost.", style="bold green"))
     else:
         console.print(Text(f"If this machine vanished now, {_lost(document)} would be lost.", style="bold red"))
-        for each in risk["sets"]:
-            console.print(Text(f"  {each if isinstance(each, str) else each['path']}"))
+        for each in risk["sets"][:_SETS_SHOWN]:
+            console.print(Text(f"  {_at_risk(each)}"))
+        if len(risk["sets"]) > _SETS_SHOWN:
+            console.print(Text(f"  and {len(risk['sets']) - _SETS_SHOWN} more"))
     safe_set = document["newest_safe_set"]
     if safe_set is not None:
         console.print(Text(f"The newest complete set that is safe: {safe_set['path']} ({ago(safe_set['at'])})."))
@@ -189,6 +193,16 @@ def _show(document: dict[str, Any]) -> None:
                           f"{size(sizes['on_remote'])} on the remote"))  # fmt: skip
     for name, value in rows:
         console.print(Text(f"{name:<13}", style="dim") + Text(value))
+
+
+def _at_risk(each: str | dict[str, Any]) -> str:
+    """A set, and what it waits for. Older daemons, still running, tell only its path."""
+    if isinstance(each, str):
+        return each
+    if each["complete"]:
+        return str(each["path"])
+    lacking = f" without {each['missing']}" if each["missing"] else ""
+    return f"{each['path']}: taken for an unfinished {each['kind']} checkpoint{lacking}, which is waited for"
 
 
 def _briefly(seconds: float) -> str:

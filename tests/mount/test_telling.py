@@ -73,6 +73,24 @@ def test_an_open_log_that_grew_is_at_risk(machines: Machines) -> None:
         until(lambda: site.status()["safe"], "the news to be there")
 
 
+def test_what_a_set_waits_for_is_told(machines: Machines) -> None:
+    """A directory that is taken for a checkpoint which is not finished holds others back: status says why."""
+    site = machines.site("site", settings={"max_lag_s": 600.0})
+    top = machines.mount(site)
+    for number in range(12):
+        (top / f"checkpoint-{number}").mkdir()
+        (top / f"checkpoint-{number}" / "model.safetensors").write_bytes(b"weights")
+    sets = site.status()["at_risk"]["sets"]
+    assert len(sets) == 12
+    assert {"kind": "HF Trainer", "complete": False, "missing": "trainer_state.json"}.items() <= sets[0].items()
+    said = site.run("status", str(top)).out
+    assert "/checkpoint-0: taken for an unfinished HF Trainer checkpoint without trainer_state.json" in said
+    assert "and 2 more" in said
+    for number in range(12):
+        (top / f"checkpoint-{number}" / "trainer_state.json").write_bytes(b"{}")
+    until(lambda: site.status()["safe"], "all of it to be there")
+
+
 def test_a_rate_is_told_only_when_it_is_known(machines: Machines) -> None:
     """After an idle time the estimate is that of the sending, not of the waiting."""
     way = machines.proxy()
