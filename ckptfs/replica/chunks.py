@@ -35,6 +35,8 @@ from ckptfs.scratch import Scratch
 log = logging.getLogger(__name__)
 
 _COPIES_AT_ONCE = 2
+_RANGES_AT_ONCE = 4
+"""Of one run, whose bases may be anywhere."""
 
 _scratch, _base_scratch = Scratch(), Scratch()
 """Each thread decodes one chunk after another into the same memory, and what it is against into other memory."""
@@ -303,14 +305,15 @@ class ChunkFetcher:
         return await trio.to_thread.run_sync(unpack, limiter=_unlimited())
 
     async def _get_ranges(self, runs: Sequence[Run]) -> list[bytes | RemoteError]:
-        """What the packs hold there, or why it cannot be had; all at once."""
+        """What the packs hold there, or why it cannot be had; several at once."""
         found: dict[int, bytes | RemoteError] = {}
+        limiter = trio.CapacityLimiter(_RANGES_AT_ONCE)
 
         async def get(index: int, run: Run) -> None:
             self.requests += 1
             request = partial(self._remote.get, pack_key(run.pack), run.start, run.end)
             try:
-                found[index] = await trio.to_thread.run_sync(request, abandon_on_cancel=True, limiter=_unlimited())
+                found[index] = await trio.to_thread.run_sync(request, abandon_on_cancel=True, limiter=limiter)
                 self.bytes_fetched += run.end - run.start
             except RemoteError as error:
                 found[index] = error
