@@ -419,7 +419,7 @@ def test_another_pack_makes_up_for_a_missing_one(disk: Disk, caplog: pytest.LogC
 
 
 def test_a_delta_comes_with_its_base(disk: Disk) -> None:
-    """In two requests, without anybody's knowing of the base before; from this disk when it is there."""
+    """In two requests at once, without anybody's knowing of the base before; from this disk when it is there."""
     base = np.random.default_rng(1).normal(size=1000).astype(np.float32)
     data = (base * np.float32(1.001)).tobytes()
     row, key, base_key = disk.publish_delta(data, base.tobytes())
@@ -428,7 +428,7 @@ def test_a_delta_comes_with_its_base(disk: Disk) -> None:
         image, content = await disk.sparse(row)
         await disk.hydrator.ensure(image, content, 0, content.size)
         assert os.pread(image.fd, len(data), 0) == data
-        assert [each for each, _ in disk.gets()] == [key, base_key]
+        assert {each for each, _ in disk.gets()} == {key, base_key} and len(disk.gets()) == 2
         donor = disk.images.create()
         disk.open.append(donor)
         os.pwrite(donor.fd, base.tobytes(), 0)
@@ -436,7 +436,7 @@ def test_a_delta_comes_with_its_base(disk: Disk) -> None:
         disk.contents.add_locations(donor.id, [(digest(base.tobytes()), 0, base.nbytes)])
         again, _ = await disk.sparse(row)
         assert await disk.hydrator.read(again, content, 0, content.size) == data
-        assert [each for each, _ in disk.gets()] == [key, base_key, key]
+        assert [each for each, _ in disk.gets()[2:]] == [key]
 
     run(disk, test)
 
