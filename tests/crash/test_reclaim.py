@@ -124,7 +124,7 @@ def go_on(site: Site, seed: int, *options: str) -> None:
     for name in sorted(series.files):
         os.unlink(series.path(name))
     until(lambda: series.images_bytes() < MIB, "images of removed files to go", 30)
-    site.umount("--no-wait")
+    site.umount()
     done = site.run("fsck", str(site.store))
     assert done.status == 0, done.said
 

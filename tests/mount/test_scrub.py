@@ -224,7 +224,7 @@ def test_what_cannot_be_scrubbed_is_said(site: Site, tmp_path: Path) -> None:
 def test_packs_that_come_out_differently_are_sent_anew(saved: Saved, tmp_path: Path, monkeypatch: Any) -> None:
     """Where another version of zstd makes other bytes, what is here goes into new packs, and the files are published
     anew: another machine reads everything."""
-    monkeypatch.setattr("ckptfs.repair.packs.encode_as", lambda codec, raw, length: None)
+    monkeypatch.setattr("ckptfs.repair.packs.encode_as", lambda codec, raw, length, base: None)
     for path in objects(saved.remote, "packs"):
         flip(path, 10)
 
