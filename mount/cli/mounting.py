@@ -457,7 +457,12 @@ def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
             return summary
         except KeyboardInterrupt:
             if unmounted:
-                raise MountError(f"{place.mountpoint} is unmounted; its daemon is about to end") from None
+                click.echo(
+                    f"unmounted {place.mountpoint}; its daemon still uploads what was closed last, for a while; "
+                    "the next mount goes on with what is left",
+                    err=True,
+                )
+                sys.exit(EXIT_PENDING)
     click.echo("not waiting any longer: unmounting now", err=True)
     return _end(place, wait=False, quiet=quiet)
 

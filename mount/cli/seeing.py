@@ -17,7 +17,7 @@ from ckptfs.errors import MountError
 from ckptfs.local.mountinfo import CKPTFS_TYPE, mounts
 
 from ..order import EXIT_PENDING
-from .output import DURATION, JSON, ago, files, pending, size
+from .output import DURATION, JSON, ago, files, pending, shown, size
 from .output import duration as in_words
 from .waiting import Waiting
 
@@ -165,7 +165,8 @@ def _show(document: dict[str, Any]) -> None:
             console.print(Text(f"  and {len(risk['sets']) - _SETS_SHOWN} more"))
     safe_set = document["newest_safe_set"]
     if safe_set is not None:
-        console.print(Text(f"The newest complete set that is safe: {safe_set['path']} ({ago(safe_set['at'])})."))
+        path = _in_a_line(safe_set["path"])
+        console.print(Text(f"The newest complete set that is safe: {path} ({ago(safe_set['at'])})."))
     elif document["remote"] is not None:
         console.print(Text("No complete set is safe yet."))
     rows = [
@@ -197,12 +198,16 @@ def _show(document: dict[str, Any]) -> None:
 
 def _at_risk(each: str | dict[str, Any]) -> str:
     """A set, and what it waits for. Older daemons, still running, tell only its path."""
-    if isinstance(each, str):
-        return each
-    if each["complete"]:
-        return str(each["path"])
-    lacking = f" without {each['missing']}" if each["missing"] else ""
-    return f"{each['path']}: taken for an unfinished {each['kind']} checkpoint{lacking}, which is waited for"
+    path = _in_a_line(each if isinstance(each, str) else each["path"])
+    if isinstance(each, str) or each["complete"]:
+        return path
+    lacking = f" without {_in_a_line(each['missing'])}" if each["missing"] else ""
+    return f"{path}: taken for an unfinished {each['kind']} checkpoint{lacking}, which is waited for"
+
+
+def _in_a_line(path: str) -> str:
+    """Names may come from other machines: none moves the cursor, or forges a line."""
+    return shown(path.encode(errors="surrogateescape"))
 
 
 def _briefly(seconds: float) -> str:

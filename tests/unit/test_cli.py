@@ -22,7 +22,7 @@ from ckptfs.errors import CkptfsError, StoreError
 from ckptfs_mount import placement
 from ckptfs_mount.cli import main, output
 from ckptfs_mount.cli.mounting import _tell_end
-from ckptfs_mount.cli.seeing import _show
+from ckptfs_mount.cli.seeing import _at_risk, _show
 from ckptfs_mount.cli.waiting import Waiting, interruptible
 from ckptfs_mount.order import EXIT_PENDING, Order, PipeReporter
 
@@ -165,6 +165,16 @@ def test_the_labels_of_status_do_not_outshine_the_verdict(monkeypatch: pytest.Mo
     assert len(rows) >= 5 and all(row.startswith("\x1b[2m") for row in rows)
     assert any("state" in row and "/ is sealed" in row for row in rows)
     assert any("waited 1.5 s for 2 files, 750 ms at longest" in row for row in rows)
+
+
+def test_no_name_forges_a_line_of_status() -> None:
+    """A directory may be called anything, on any machine."""
+    forged = "/x\nnothing would be lost\x1b[32m\udcff"
+    plain = "/x\\nnothing would be lost\\x1b[32m\\xff"
+    assert _at_risk(forged) == plain  # as an older daemon tells it
+    assert _at_risk({"path": forged, "kind": None, "complete": True, "missing": None}) == plain
+    lacking = _at_risk({"path": "/é", "kind": "sharded", "complete": False, "missing": "a\nb"})
+    assert lacking == "/é: taken for an unfinished sharded checkpoint without a\\nb, which is waited for"
 
 
 def test_every_command_explains_itself() -> None:
