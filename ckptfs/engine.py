@@ -350,6 +350,7 @@ class Engine:
             "writer": self._store.writer.hex(),
             "safe": self.replica is not None and progress.is_clear and wrong is None,
             "remote_wrong": wrong,
+            "damaged": [],
             "last_error": wrong,
             "saves": self._saves(ino),
         }
@@ -366,15 +367,18 @@ class Engine:
             return document
         since = self._totals.pending_since()
         sets = self.replica.sets_at_risk([each for each in self._totals.pending_under(ROOT_INODE)])
+        damaged = self.replica.damaged
         document |= {
             "remote": self.replica.url,
+            "safe": document["safe"] and not any(each["here"] for each in damaged),
+            "damaged": damaged,
             "at_risk": {
                 "files": progress.pending_files,
                 "bytes": progress.pending_bytes,
                 "eta_s": progress.eta_s,
                 "sets": sets,
             },
-            "newest_safe_set": self.replica.newest_safe_set() if wrong is None else None,
+            "newest_safe_set": await self.replica.newest_safe_set() if wrong is None else None,
             "oldest_pending_at_s": None if since is None else stamp_time_s(since),
             "last_success_at_s": self.replica.last_success_s,
             "last_error": wrong or self.replica.last_error,

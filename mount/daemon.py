@@ -292,6 +292,7 @@ class Daemon:
             "store": str(self._store.path),
             "safe": status["safe"],
             "remote_wrong": status["remote_wrong"],
+            "damaged": status["damaged"],
             "pending": pending_parts(progress),
             "at_risk": status["at_risk"],
             "newest_safe_set": status["newest_safe_set"],
@@ -311,6 +312,9 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     if not any(left.values()):
         if summary["remote_wrong"]:
             return f"nothing is known to be on {summary['remote']}: {summary['remote_wrong']}"
+        if not summary["safe"]:
+            packs = ", ".join(each["object"] for each in summary["damaged"][:3])
+            return f"everything was sent to {summary['remote']}, but not all can be read back from there: {packs}"
         return f"everything is on {summary['remote']}"
     error = f" (last error: {summary['last_error']})" if summary["last_error"] else ""
     what = f"{left['files']} {'file' if left['files'] == 1 else 'files'}, {left['bytes']} bytes"

@@ -100,21 +100,19 @@ class DirectoryStore:
         check_range(start, end)
         if start == end:
             return b""
-        with self._errors("get", key), open(self._path(key), "rb", buffering=0) as file:
-            total = os.fstat(file.fileno()).st_size
+        with self._opened(key) as (descriptor, total):
             if end is None:
                 end = total
             if end > total or start >= max(total, 1):
                 raise RemoteError(f"{self.url}: {key} has {total} bytes, no range [{start}, {end})", key=key)
-            return self._read(file.fileno(), start, end, key)
+            return self._read(descriptor, start, end, key)
 
     def get_tail(self, key: str, length: int) -> tuple[bytes, int]:
         check_key(key)
         if length <= 0:
             raise ValueError(f"a tail of {length} bytes")
-        with self._errors("get", key), open(self._path(key), "rb", buffering=0) as file:
-            total = os.fstat(file.fileno()).st_size
-            return self._read(file.fileno(), max(0, total - length), total, key), total
+        with self._opened(key) as (descriptor, total):
+            return self._read(descriptor, max(0, total - length), total, key), total
 
     def size(self, key: str) -> int | None:
         check_key(key)
@@ -213,7 +211,22 @@ class DirectoryStore:
                     status = os.stat(self._path(key))
                 except FileNotFoundError:
                     continue  # deleted since the folder was read
-                yield ObjectInfo(key, status.st_size, status.st_mtime)
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+        """A descriptor of an object, and its size."""
+        with self._errors("get", key):
+            # A FIFO in its place would be waited for until somebody writes to it.
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ObjectMissing(f"{self.url}: get {key}: what has this name is not a file", key=key)
+                yield descriptor, status.st_size
+            finally:
+                os.close(descriptor)
 
     def _read(self, descriptor: int, start: int, end: int, key: str) -> bytes:
         """Exactly [start, end): one read where the system gives that much at once (it stops at 2 GiB)."""
@@ -285,7 +298,7 @@ class DirectoryStore:
         except OSError as error:
             if error.errno == errno.ENOENT:
                 self._check_mounted()
-            absent = what != "put" and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+            absent = what != "put" and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
             if absent:
                 raise ObjectMissing(f"{self.url}: {what} {key}: no such object", key=key) from error
             where = f"{self.url}: {what} {key}: {error.strerror}"

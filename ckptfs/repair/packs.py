@@ -7,6 +7,7 @@ could rewrite. So a damaged pack is put again under its own key, once every chun
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import trio
@@ -14,7 +15,7 @@ import trio
 from ckptfs.encoding.codec import encode_as
 from ckptfs.encoding.pack import PackBuilder, PackedChunk, pack_name, read_index
 from ckptfs.errors import FormatError
-from ckptfs.ids import ObjectId
+from ckptfs.ids import ChunkId, ObjectId
 from ckptfs.replica.verify import FindRaw, bases_of, check_pack, damaged
 
 
@@ -26,33 +27,47 @@ class Examined:
     """All of them, in order; None when neither the pack nor the catalog tells."""
     bad: frozenset[int]
     """Numbers of chunks that are not what they should be."""
+    baseless: frozenset[ChunkId]
+    """What deltas among them are against, and cannot be had: nothing is known of those deltas."""
     why: str
     """What is wrong, for people; "" when nothing is."""
 
     @property
     def is_sound(self) -> bool:
+        """Whether nothing is wrong, as far as can be told."""
         return not self.why
+
+    def without(self, bases: Collection[ChunkId]) -> Examined:
+        """The same when it is known that nobody has *bases*: deltas against them are as good as damaged."""
+        lost = frozenset(number for number, chunk in enumerate(self.chunks or ()) if chunk.base in bases)
+        if not lost:
+            return self
+        why = self.why or f"what {len(lost)} of its {len(self.chunks or ())} chunks are differences to is nowhere"
+        return Examined(self.chunks, self.bad | lost, self.baseless - frozenset(bases), why)
 
 
 async def examine(name: ObjectId, data: bytes | None, known: tuple[PackedChunk, ...], find: FindRaw) -> Examined:
     """Decode and hash every chunk of pack *name*, whose bytes are *data*; *known* is what the catalog says of it, and
-    *find* gives what deltas are against. One whose base nobody has counts as damaged."""
+    *find* gives what deltas are against."""
     if data is None:
         complete = known if pack_name(known) == name else None
-        return Examined(complete, frozenset(range(len(complete or ()))), "it is gone")
+        return Examined(complete, frozenset(range(len(complete or ()))), frozenset(), "it is gone")
     why = ""
     try:
         chunks: tuple[PackedChunk, ...] | None = read_index(data, len(data), name)
     except FormatError as error:
         why = f"its index is damaged ({error})"
         chunks = known if pack_name(known) == name else None
-    bad = set()
+    bad, baseless = set(), set()
     for number, chunk in enumerate(chunks or ()):
-        if await trio.to_thread.run_sync(damaged, data, [chunk], await bases_of([chunk], find)):
+        bases = await bases_of([chunk], find)
+        if chunk.base is not None and chunk.base not in bases:
+            baseless.add(chunk.base)
+        elif await trio.to_thread.run_sync(damaged, data, [chunk], bases):
             bad.add(number)
     if bad:
         why = f"{len(bad)} of its {len(chunks or ())} chunks are damaged"
-    return Examined(chunks, frozenset(bad), why)
+    return Examined(chunks, frozenset(bad), frozenset(baseless), why)
 
 
 async def rebuild(name: ObjectId, data: bytes | None, found: Examined, find: FindRaw) -> bytes | None:
@@ -60,7 +75,7 @@ async def rebuild(name: ObjectId, data: bytes | None, found: Examined, find: Fin
 
     *find* gives a chunk's raw bytes from somewhere else.
     """
-    if found.chunks is None:
+    if found.chunks is None or found.baseless:  # deltas that cannot be checked are not vouched for
         return None
     builder = PackBuilder()
     view = memoryview(data or b"")

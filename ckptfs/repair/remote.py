@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -42,6 +43,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _User:
+    """A file that needs chunks of a damaged pack."""
+
+    file: StockFile
+    own: frozenset[ChunkId]
+    bases: frozenset[ChunkId]
+    """What chunks of it are told as differences to."""
+
+    def lacks(self, lost: Collection[ChunkId]) -> bool:
+        """Whether it can be had nowhere any more without *lost*."""
+        return not self.own.isdisjoint(lost) or (not self.file.whole and not self.bases.isdisjoint(lost))
+
 
 class RemoteScrub:
     """Looks at the remote of one store."""
@@ -69,6 +83,7 @@ class RemoteScrub:
         self._republish = republish
         self._packs = Packs(store.catalog)
         self._stock = Stock(store.catalog.db)
+        self._looked_at: set[ObjectId] = set()
 
     async def packs_of(self, files: Iterable[StockFile]) -> list[ObjectId]:
         """The packs that hold *files*, as far as those are published."""
@@ -91,17 +106,27 @@ class RemoteScrub:
     # Packs
 
     async def look_at_pack(self, name: ObjectId, size: int) -> None:
-        """Read one pack, check every chunk in it, and make it anew where it is damaged."""
+        """Read one pack, check every chunk in it, and make it anew where it is damaged.
+
+        Those with what its deltas are against come first where that cannot be had: it is their damage.
+        """
+        if name in self._looked_at:
+            return
+        self._looked_at.add(name)
         await self._pace.spend(size)
         known = self._packs.chunks(name)
         data, found = await self._examine(name, known)
         self._report.packs += 1
         self._report.remote_bytes += len(data or b"")
         self._pace.did(size)
-        if found.is_sound:
+        if found.is_sound and not found.baseless:
             self._packs.verified(name)
             return
+        places = self._packs.placed(found.baseless)
+        for pack in {at.pack for at in places.values()} - {name}:
+            await self.look_at_pack(pack, 0)
         data, found = await self._examine(name, known)  # what came may have been damaged on its way
+        found = found.without(found.baseless - places.keys())
         if found.is_sound:
             return
         bad = {found.chunks[number].id for number in found.bad} if found.chunks else {chunk.id for chunk in known}
@@ -109,7 +134,7 @@ class RemoteScrub:
         key = pack_key(name)
         finding = self._found(
             key, found.why, "machines that do not have these bytes cannot read the files",
-            self._paths(file.ino for file, _ in users),
+            self._paths(user.file.ino for user in users),
         )  # fmt: skip
         if not self._repair:
             finding.repair = "a scrub that repairs makes the pack anew from bytes that are here"
@@ -137,12 +162,12 @@ class RemoteScrub:
         return await self._copies.find(chunk, length, but_pack=name)
 
     async def _cannot_rebuild(
-        self, pack: ObjectId, finding: Finding, bad: list[PackedChunk], users: list[tuple[StockFile, set[ChunkId]]]
+        self, pack: ObjectId, finding: Finding, bad: list[PackedChunk], users: list[_User]
     ) -> None:
         """Send what is here in other packs, and publish the files that need it anew; name those that stay lost."""
         lost = {each.id for each in bad if await self._copies.local(each.id, each.raw_length) is None}
-        damaged = [file.ino for file, needs in users if needs & lost]
-        others = [file for file, needs in users if not needs & lost]
+        damaged = [user.file.ino for user in users if user.lacks(lost)]
+        others = [user.file for user in users if not user.lacks(lost)]
         whole = [file.ino for file in others if file.ino is not None and file.whole and file.image is not None]
         rest = [file.ino for file in others if file.ino not in whole]
         if lost:
@@ -155,13 +180,14 @@ class RemoteScrub:
             finding.state = REPAIRED
             finding.repair = "its bytes are sent again in new packs, and the files published anew"
         if whole:
-            here = [each.id for each in bad if each.id not in lost]
-            Mending(self._store.catalog).send_again(pack, here, whole, self._store.clock.tick())
+            # Also what is lost: deltas against it are sent as they are where the file is whole here.
+            gone = [each.id for each in bad]
+            Mending(self._store.catalog).send_again(pack, gone, whole, self._store.clock.tick())
             for ino in whole:
                 self._republish(ino)
 
-    async def _users(self, chunks: set[ChunkId]) -> list[tuple[StockFile, set[ChunkId]]]:
-        """Published files with any of *chunks*, and with which of them."""
+    async def _users(self, chunks: set[ChunkId]) -> list[_User]:
+        """Published files that need any of *chunks*."""
         users = []
         for file in self._stock.files(ROOT_INODE):
             if not file.published:
@@ -170,9 +196,10 @@ class RemoteScrub:
                 content = await self._content(file.manifest)
             except CkptfsError:
                 continue
-            needs = chunks & {chunk.id for chunk in content.chunks}
-            if needs:
-                users.append((file, needs))
+            own = {chunk.id for chunk in content.chunks}
+            bases = {at.base for at in self._packs.placed(own).values() if at.base is not None}
+            if chunks & (own | bases):
+                users.append(_User(file, frozenset(chunks & own), frozenset(chunks & bases)))
         return users
 
     # Small objects

@@ -28,6 +28,7 @@ from ckptfs.local.catalog.contents import Contents, Location
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.images import Images, begin_writing_out_of
 from ckptfs.remote.base import ObjectStore
+from ckptfs.replica.doubts import Doubts
 from ckptfs.replica.manifests import Manifests
 from ckptfs.replica.slots import Slots
 from ckptfs.scratch import Scratch
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 _COPIES_AT_ONCE = 2
 _RANGES_AT_ONCE = 4
 """Of one run, whose bases may be anywhere."""
+_SLOWEST_BYTES_S = 64 << 10
+"""A request whose bytes come slower than this is given up."""
 
 _scratch, _base_scratch = Scratch(), Scratch()
 """Each thread decodes one chunk after another into the same memory, and what it is against into other memory."""
@@ -57,6 +60,8 @@ class Outcome:
     wanted: Wanted
     error: Exception | None
     raw: bytes | bytearray | None = None
+    pack: ObjectId | None = None
+    """The one that does not give it: its own, or that of what it is a difference to."""
 
 
 Deliver = Callable[[Outcome], None]
@@ -100,6 +105,8 @@ class _Bases:
         """From this disk."""
         self.encoded: dict[ChunkId, tuple[Placed, memoryview]] = {}
         """From packs."""
+        self.missed: dict[ChunkId, tuple[ObjectId, RemoteError]] = {}
+        """Why packs do not give them."""
 
     def decoded(self, base: ChunkId, length: int) -> bytes | bytearray | memoryview | None:
         """The bytes of *base* until the thread asks again, if it is here. Raises FormatError.
@@ -110,6 +117,23 @@ class _Bases:
             return self.raw.get(base)
         at, encoded = self.encoded[base]
         return decode(at.codec, encoded, length, _base_scratch.buffer)
+
+    def fault(self, base: ChunkId, length: int) -> tuple[ObjectId | None, Exception] | None:
+        """Where and why *base* cannot be had; None when it is here and right."""
+        if base in self.raw:
+            return None
+        if base in self.missed:
+            return self.missed[base]
+        if base not in self.encoded:
+            return None, FormatError(f"no pack known holds chunk {base.hex()}, which others are told as differences to")
+        at, encoded = self.encoded[base]
+        try:
+            if digest(decode(at.codec, encoded, length, _base_scratch.buffer)) == base:
+                return None
+            why = FormatError(f"the bytes are not chunk {base.hex()}, which others are told as differences to")
+        except FormatError as error:
+            why = error
+        return at.pack, FormatError(f"{pack_key(at.pack)} is damaged: {why}")
 
 
 class ChunkFetcher:
@@ -123,16 +147,22 @@ class ChunkFetcher:
         manifests: Manifests,
         remote: ObjectStore,
         tuning: Tuning,
+        read_timeout_s: float,
         write: Callable[[int, memoryview, int], int],
     ) -> None:
+        """A request takes twice *read_timeout_s* (its repetitions, then one more) and what its bytes take at most."""
         self._contents = contents
         self._packs = packs
+        self.doubts = Doubts(packs)
+        self._read_timeout_s = read_timeout_s
         self._images = images
         self._manifests = manifests
         self._remote = remote
         self._tuning = tuning
         self._slots = Slots(tuning.fetch_threads, tuning.fetching_bytes)
         self._copies = trio.CapacityLimiter(_COPIES_AT_ONCE)
+        # Those that never return, as on a NAS that is gone, are not in the slots any more; nor do they pile up.
+        self._requesting = trio.CapacityLimiter(tuning.fetch_threads * _RANGES_AT_ONCE)
         self._write = write
         self.bytes_fetched = 0
         self.requests = 0
@@ -163,7 +193,7 @@ class ChunkFetcher:
             except RemoteError as error:
                 if error.temporary:
                     raise
-                log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(at.pack), error)
+                self.doubts.missed(at.pack, error)
         return None if outcome is None or outcome.raw is None else bytes(outcome.raw)
 
     # This disk
@@ -232,7 +262,7 @@ class ChunkFetcher:
             nursery.start_soon(self._fetch_run, nursery, content, run, fd, deliver)
         lacking = [each for each in wanted if each.chunk.id not in placed]
         if lacking:
-            nursery.start_soon(self._elsewhere, nursery, content, lacking, {}, None, fd, deliver)
+            nursery.start_soon(self._elsewhere, nursery, content, lacking, {}, {}, fd, deliver)
 
     def _runs(self, parts: list[tuple[Wanted, Placed]], bases: Mapping[ChunkId, Placed]) -> list[Run]:
         """Neighbours in one pack joined into runs; *bases* tells what will come with deltas."""
@@ -263,7 +293,6 @@ class ChunkFetcher:
     async def _fetch_run(
         self, nursery: trio.Nursery, content: Content, run: Run, fd: int | None, deliver: Deliver
     ) -> None:
-        key = pack_key(run.pack)
         try:
             async with self._slots.take(run.size_bytes):
                 outcomes = await self._get_run(content, run, fd)
@@ -273,8 +302,8 @@ class ChunkFetcher:
                     again = replace(run, parts=[part for part in run.parts if id(part[0]) in damaged])
                     outcomes += await self._get_run(content, again, fd)
         except RemoteError as error:
-            outcomes = [Outcome(wanted, error) for wanted, _ in run.parts]
-        bad = []
+            outcomes = [Outcome(wanted, error, pack=run.pack) for wanted, _ in run.parts]
+        bad: list[Outcome] = []
         for outcome in outcomes:
             lost = isinstance(outcome.error, FormatError | RemoteError)
             if lost and not (isinstance(outcome.error, RemoteError) and outcome.error.temporary):
@@ -282,10 +311,15 @@ class ChunkFetcher:
             else:
                 deliver(outcome)
         if bad:
-            log.error("%s does not give what it should hold: %s", key, bad[0].error)
+            for pack, why in {outcome.pack: outcome.error for outcome in bad}.items():
+                if pack is not None and why is not None:
+                    self.doubts.missed(pack, why)
+                else:
+                    log.error("a delta cannot be had: %s", why)
             wanted = [outcome.wanted for outcome in bad]
             tried = {each.chunk.id: at for each, at in run.parts}
-            await self._elsewhere(nursery, content, wanted, tried, bad[0].error, fd, deliver)
+            causes = {outcome.wanted.chunk.id: outcome.error for outcome in bad}
+            await self._elsewhere(nursery, content, wanted, tried, causes, fd, deliver)
 
     async def _get_run(self, content: Content | None, run: Run, fd: int | None) -> list[Outcome]:
         """Raises RemoteError."""
@@ -300,23 +334,32 @@ class ChunkFetcher:
             elif got.temporary:
                 raise got
             else:
-                log.error("%s cannot be had, and deltas are against chunks in it: %s", pack_key(each.pack), got)
+                bases.missed.update((wanted.chunk.id, (each.pack, got)) for wanted, _ in each.parts)
         unpack = partial(self._unpack, run, data, bases, fd)
         return await trio.to_thread.run_sync(unpack, limiter=_unlimited())
 
     async def _get_ranges(self, runs: Sequence[Run]) -> list[bytes | RemoteError]:
         """What the packs hold there, or why it cannot be had; several at once."""
         found: dict[int, bytes | RemoteError] = {}
-        limiter = trio.CapacityLimiter(_RANGES_AT_ONCE)
+        at_once = trio.Semaphore(_RANGES_AT_ONCE)
 
         async def get(index: int, run: Run) -> None:
             self.requests += 1
-            request = partial(self._remote.get, pack_key(run.pack), run.start, run.end)
-            try:
-                found[index] = await trio.to_thread.run_sync(request, abandon_on_cancel=True, limiter=limiter)
-                self.bytes_fetched += run.end - run.start
-            except RemoteError as error:
-                found[index] = error
+            key = pack_key(run.pack)
+            request = partial(self._remote.get, key, run.start, run.end)
+            allowed_s = 2 * self._read_timeout_s + (run.end - run.start) / _SLOWEST_BYTES_S
+            found[index] = RemoteError(
+                f"{self._remote.url}: get {key}: no answer in {allowed_s:.0f} s", key=key, temporary=True
+            )
+            async with at_once:
+                with trio.move_on_after(allowed_s):
+                    try:
+                        found[index] = await trio.to_thread.run_sync(
+                            request, abandon_on_cancel=True, limiter=self._requesting
+                        )
+                        self.bytes_fetched += run.end - run.start
+                    except RemoteError as error:
+                        found[index] = error
 
         async with trio.open_nursery() as nursery:
             for index, run in enumerate(runs):
@@ -351,7 +394,7 @@ class ChunkFetcher:
         content: Content,
         wanted: list[Wanted],
         tried: Mapping[ChunkId, Placed],
-        error: Exception | None,
+        causes: Mapping[ChunkId, Exception | None],
         fd: int | None,
         deliver: Deliver,
     ) -> None:
@@ -361,7 +404,8 @@ class ChunkFetcher:
         for each in wanted:
             at = places.get(each.chunk.id)
             if at is None or at == tried.get(each.chunk.id):
-                deliver(Outcome(each, error or ContentUnavailable(f"no pack known holds chunk {each.chunk.id.hex()}")))
+                cause = causes.get(each.chunk.id)
+                deliver(Outcome(each, cause or ContentUnavailable(f"no pack known holds chunk {each.chunk.id.hex()}")))
             else:
                 again.append((each, at))
         for run in self._runs(again, places):
@@ -372,11 +416,15 @@ class ChunkFetcher:
         for wanted, at, encoded in run.cut(data):
             try:
                 base = None if at.base is None else bases.decoded(at.base, wanted.chunk.length)
-                raw = decode(at.codec, encoded, wanted.chunk.length, _scratch.buffer, base)
+                outcome = self._put(wanted, decode(at.codec, encoded, wanted.chunk.length, _scratch.buffer, base), fd)
             except FormatError as error:
-                outcomes.append(Outcome(wanted, error))
-                continue
-            outcomes.append(self._put(wanted, raw, fd))
+                outcome = Outcome(wanted, error)
+            if isinstance(outcome.error, FormatError):
+                fault = None if at.base is None else bases.fault(at.base, wanted.chunk.length)
+                why = FormatError(f"{pack_key(run.pack)} is damaged: {outcome.error}")
+                pack, cause = fault or (run.pack, why)
+                outcome = Outcome(wanted, cause, pack=pack)
+            outcomes.append(outcome)
         if fd is not None:  # the flush that must come before these are recorded finds little left to do
             begin_writing_out_of(fd)
         return outcomes

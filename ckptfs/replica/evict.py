@@ -3,10 +3,11 @@
 With `evict_after_s` also without need: what nobody used for so long, but the newest set, is on the remote alone.
 
 Only files go that are published as they are, and whose every chunk lies in a pack that an acknowledged head reaches
-(invariant 2); only images that nobody has open or mapped, and that no cut needs; and nothing while it is not certain
-that the remote answers, and is ours. Fetched ones go first, then the least recently used, and the newest set that is
-safe as a whole goes last. The rows go first, durably, then the file (`GroupSync.delete_later`), so that a kill in
-between loses nothing. Afterwards the file is read as one that was saved elsewhere. See docs/decisions/eviction.md.
+(invariant 2) and that is not in doubt; only images that nobody has open or mapped, and that no cut needs; and nothing
+while it is not certain that the remote answers, and is ours. Fetched ones go first, then the least recently used, and
+the newest set that is safe as a whole goes last. The rows go first, durably, then the file (`GroupSync.delete_later`),
+so that a kill in between loses nothing. Afterwards the file is read as one that was saved elsewhere. See
+docs/decisions/eviction.md.
 
 Who calls: the event loop's thread; `run` must be running. Whatever may have changed during an `await` is looked at
 again without one, right before the rows go.
@@ -293,7 +294,10 @@ class Evictor:
         return candidate.bytes
 
     async def _is_reached(self, manifest: int) -> bool:
-        """Whether an acknowledged head reaches a pack with each chunk of *manifest*. Raises ContentUnavailable."""
+        """Whether an acknowledged head reaches a pack with each chunk of *manifest*, and no reader missed it there.
+
+        Raises ContentUnavailable.
+        """
         content = await self._content(manifest)
         for start in range(0, len(content.chunks), _LOOK_UP):
             chunks = {chunk.id for chunk in content.chunks[start : start + _LOOK_UP]}

@@ -17,7 +17,7 @@ import trio
 
 from ckptfs.config import Tuning
 from ckptfs.encoding.manifest import Content
-from ckptfs.errors import ContentUnavailable, RemoteError
+from ckptfs.errors import ContentUnavailable, FormatError, RemoteError
 from ckptfs.ids import ChunkId
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.contents import Contents
@@ -64,8 +64,9 @@ class Hydrator:
             cancel=self._stop,
         )
         self.last_error: str | None = None
-        """Why bytes did not come, and what is done about it; None once some came."""
+        """Why bytes did not come, and what is done about it; None once some came, if the remote was away."""
         self._failed_at = 0.0
+        self._fails_lastingly = False
         self._remote = Retrying(remote, limits, on_retry=self._failing)
         self._tuning = tuning
         self._room = room
@@ -74,7 +75,7 @@ class Hydrator:
         self._read_timeout_s = read_timeout_s
         self._manifests = Manifests(catalog, self._remote, read_timeout_s, trio.CapacityLimiter(tuning.fetch_threads))
         self.fetcher = ChunkFetcher(
-            self._contents, Packs(catalog), images, self._manifests, self._remote, tuning, write
+            self._contents, Packs(catalog), images, self._manifests, self._remote, tuning, read_timeout_s, write
         )
         self._kept = KeptChunks(tuning.kept_bytes, tuning.kept_ahead_bytes)
         self._flights = Flights(self.fetcher, room, self._kept)
@@ -89,6 +90,13 @@ class Hydrator:
 
     def _failing(self, error: Exception, wait_s: float = 0.0) -> None:
         self.last_error, self._failed_at = str(error), time.monotonic()
+        lasting = isinstance(error, RemoteError) and not error.temporary
+        self._fails_lastingly = lasting or isinstance(error, FormatError)
+
+    def _succeeded(self) -> None:
+        """Bytes came. That says nothing of an object that is gone or damaged."""
+        if not self._fails_lastingly:
+            self.last_error = None
 
     def forget_error(self) -> None:
         """The remote answers, nobody waits for bytes: why some did not come a while ago is past."""
@@ -237,7 +245,7 @@ class Hydrator:
                     if late or not (isinstance(cause, RemoteError) and cause.temporary):
                         raise ContentUnavailable(f"bytes cannot be had from the remote: {cause}") from cause
                     break  # a fetch that somebody began earlier ran out of its own time: begin another
-                self.last_error = None
+                self._succeeded()
                 deadline = trio.current_time() + self._read_timeout_s
         return held
 

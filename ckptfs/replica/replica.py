@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from stat import S_ISDIR
 from typing import Protocol
 
@@ -147,6 +147,7 @@ class Replica:
                 await nursery.start(steadily_started, self.hydrator.run)
                 await self.follower.catch_up(_CATCH_UP_S)
                 nursery.start_soon(steadily, self.recorder.run)
+                nursery.start_soon(steadily, self._look_again)
                 if not self.read_only:
                     for task in (
                         self.settler.run, self.publisher.run, self.logs.run, self.tombstones.run, self.evictor.run
@@ -275,14 +276,8 @@ class Replica:
         """
         if not self.packs.any_unverified():  # so it is where the store compares checksums, and is asked often
             return True
-        wanted = list(manifests)
-        rows = map(self._store.contents.manifest, wanted)
-        if any(row.body is None and row.remote_body is None for row in rows):
-            return False
-        try:
-            return not self.packs.unverified_of(await self._chunks(wanted))
-        except ContentUnavailable:
-            return False
+        chunks = await self._chunks_here(manifests)
+        return chunks is not None and not self.packs.unverified_of(chunks)
 
     def progress(self) -> Progress:
         return self.publisher.progress()
@@ -330,10 +325,22 @@ class Replica:
             for verdict in [found[ino]]
         ]
 
-    def newest_safe_set(self) -> dict[str, object] | None:
-        """The newest directory with files that is not an incomplete set and of which everything is replicated."""
-        found = self._newest_safe()
-        return None if found is None else {"path": self._text(found[0]), "at": found[1] / 1e9}
+    @property
+    def damaged(self) -> list[dict[str, object]]:
+        """Packs on the remote in which readers missed something; see `Doubts.told`."""
+        return self.hydrator.fetcher.doubts.told()
+
+    async def newest_safe_set(self) -> dict[str, object] | None:
+        """The newest directory with files that is not an incomplete set, and of which everything is replicated and
+        nothing damaged, as far as is known. Never waits for the remote."""
+        is_damaged = bool(self.packs.doubted())
+        for ino, mtime_ns in self._safe_sets():
+            if is_damaged:
+                chunks = await self._chunks_here(self._totals.manifests_under(ino))
+                if chunks is None or self.packs.doubtful(chunks):
+                    continue
+            return {"path": self._text(ino), "at": mtime_ns / 1e9}
+        return None
 
     def take_credentials(self, env: Mapping[str, str]) -> None:
         """Use these AWS_* variables from now on. Raises RemoteError when they make no sense."""
@@ -342,16 +349,19 @@ class Replica:
 
     # Within
 
-    def _newest_safe(self) -> tuple[Inode, int] | None:
-        """The directory of `newest_safe_set`, and its mtime in ns."""
+    async def _look_again(self) -> None:
+        every_s = self._store.settings.tuned.retry_most_s
+        await self.hydrator.fetcher.doubts.run(self._remote, self.hydrator.fetcher.raw, every_s)
+
+    def _safe_sets(self) -> Iterator[tuple[Inode, int]]:
+        """Complete directories of which everything is replicated, newest first, with their mtimes in ns."""
         for ino, mtime_ns in self._totals.newest_directories(_SETS_LOOKED_AT):
             if self._verdict(ino).complete and not self._totals.pending_under(ino, limit=1):
-                return ino, mtime_ns
-        return None
+                yield ino, mtime_ns
 
     def _newest_safe_files(self) -> set[Inode]:
-        found = self._newest_safe()
-        return set() if found is None else self._totals.files_under(found[0])
+        newest = next(self._safe_sets(), None)
+        return set() if newest is None else self._totals.files_under(newest[0])
 
     def _verdict(self, directory: Inode) -> sets.Verdict:
         """What a directory is, by the names in it."""
@@ -371,6 +381,17 @@ class Replica:
             content = await self.hydrator.content(manifest)
             chunks.update((chunk.id, None) for chunk in content.chunks)
         return list(chunks)
+
+    async def _chunks_here(self, manifests: Iterable[int]) -> list[ChunkId] | None:
+        """The same; None when a manifest was not fetched yet, or cannot be read."""
+        wanted = list(manifests)
+        rows = map(self._store.contents.manifest, wanted)
+        if any(row.body is None and row.remote_body is None for row in rows):
+            return None
+        try:
+            return await self._chunks(wanted)
+        except ContentUnavailable:
+            return None
 
     def _cut_taken(self) -> None:
         self._hurry()  # where small files come without end, it would be replaced before it is sealed, again and again

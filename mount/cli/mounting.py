@@ -470,9 +470,10 @@ def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
 def _tell_end(mountpoint: str, summary: dict[str, Any], as_json: bool = False) -> int:
     """Print the summary; the exit status."""
     left = summary["pending"]
+    damaged = [each for each in summary.get("damaged", ()) if each["here"]]  # an older daemon does not know it
     if as_json:
         click.echo(json.dumps({"mountpoint": mountpoint, "unmounted": True, **summary}))
-        return EXIT_PENDING if any(left.values()) or summary.get("remote_wrong") else 0
+        return EXIT_PENDING if any(left.values()) or summary.get("remote_wrong") or damaged else 0
     if summary["remote"] is None:
         click.echo(f"unmounted {mountpoint}; everything is in the store {summary['store']}, and only there")
         return 0
@@ -480,6 +481,13 @@ def _tell_end(mountpoint: str, summary: dict[str, Any], as_json: bool = False) -
         click.echo(
             f"unmounted {mountpoint}; NOTHING is known to be on {summary['remote']}: {summary['remote_wrong']} "
             f"What this mount has is in the store {summary['store']}"
+        )
+        return EXIT_PENDING
+    if not any(left.values()) and damaged:
+        packs = "a pack" if len(damaged) == 1 else f"{len(damaged)} packs"
+        click.echo(
+            f"unmounted {mountpoint}; everything was sent to {summary['remote']}, but what lies there in {packs} "
+            f"cannot be read: mount it again; `ckptfs scrub --remote {mountpoint}` says which files, and mends them"
         )
         return EXIT_PENDING
     if not any(left.values()):

@@ -163,6 +163,8 @@ def _show(document: dict[str, Any]) -> None:
             console.print(Text(f"  {_at_risk(each)}"))
         if len(risk["sets"]) > _SETS_SHOWN:
             console.print(Text(f"  and {len(risk['sets']) - _SETS_SHOWN} more"))
+    for line in _damage(mount["mountpoint"], document.get("damaged", [])):  # an older daemon does not know it
+        console.print(Text(line, style="" if line.startswith(" ") else "bold red"))
     safe_set = document["newest_safe_set"]
     if safe_set is not None:
         path = _in_a_line(safe_set["path"])
@@ -196,6 +198,17 @@ def _show(document: dict[str, Any]) -> None:
         console.print(Text(f"{name:<13}", style="dim") + Text(value))
 
 
+def _damage(mountpoint: str, damaged: list[dict[str, Any]]) -> list[str]:
+    if not damaged:
+        return []
+    lines = ["On the remote, readers did not find what should be there:"]
+    lines += [f"  {each['object']}: {_in_a_line(each['why'])}" for each in damaged[:_SETS_SHOWN]]
+    if len(damaged) > _SETS_SHOWN:
+        lines.append(f"  and {len(damaged) - _SETS_SHOWN} more")
+    lines.append(f"  `ckptfs scrub --remote {mountpoint}` says which files need it, and mends what can be.")
+    return lines
+
+
 def _at_risk(each: str | dict[str, Any]) -> str:
     """A set, and what it waits for. Older daemons, still running, tell only its path."""
     path = _in_a_line(each if isinstance(each, str) else each["path"])
@@ -219,7 +232,8 @@ def _lost(document: dict[str, Any]) -> str:
     if document["remote"] is None:
         return f"everything ({size(risk['bytes'])})"
     if not risk["files"] and not risk["bytes"]:
-        return "only " + pending(_pending(document))
+        here = sum(each["here"] for each in document.get("damaged", ()))
+        return "only " + pending(_pending(document)) if not here else "what lies here and in damaged packs"
     lost = f"{files(risk['files'])}, {size(risk['bytes'])}"
     return lost if risk["eta_s"] is None else f"{lost} (safe in about {in_words(risk['eta_s'])})"
 

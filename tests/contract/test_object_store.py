@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -351,6 +352,25 @@ def test_directory_hides_its_temporaries(tmp_path: Path) -> None:
     (root / TEMPORARY / "recent").write_bytes(b"another machine's")
     DirectoryStore(str(root))
     assert os.listdir(root / TEMPORARY) == ["recent"]
+
+
+def test_directory_with_other_things_than_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FIFO, a socket or a folder in an object's place is no object, and nobody waits for it."""
+    store = open_remote(f"file://{tmp_path / 'store'}")
+    store.put("packs/file", b"bytes")
+    folder = tmp_path / "store" / "packs"
+    os.mkfifo(folder / "fifo")
+    (folder / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(folder)  # the whole path is too long for a socket's name
+        listening.bind("socket")
+        for name in ("fifo", "folder", "socket"):
+            with pytest.raises(ObjectMissing):
+                store.get(f"packs/{name}")
+            with pytest.raises(ObjectMissing):
+                store.get_tail(f"packs/{name}", 10)
+            assert store.size(f"packs/{name}") is None
+    assert [each.key for each in store.list("packs/").objects] == ["packs/file"]
 
 
 def test_directory_that_is_gone(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def test_a_delta_comes_with_its_base(disk: Disk) -> None:
 
 @pytest.mark.parametrize("fault", ["base gone", "base damaged", "delta damaged", "chain", "circle"])
 def test_a_delta_without_its_base_is_an_error(disk: Disk, caplog: pytest.LogCaptureFixture, fault: str) -> None:
-    """At once, and never other bytes."""
+    """At once, and never other bytes; the pack whose damage it is is named, and no other."""
     base = np.random.default_rng(1).normal(size=1000).astype(np.float32)
     data = (base * np.float32(1.001)).tobytes()
     row, key, base_key = disk.publish_delta(data, base.tobytes(), chain=fault == "chain")
@@ -461,13 +461,112 @@ def test_a_delta_without_its_base_is_an_error(disk: Disk, caplog: pytest.LogCapt
             with disk.catalog.transaction() as db:
                 db.execute("UPDATE packed SET base = ? WHERE base IS NULL", (digest(data),))
         started = trio.current_time()
-        with pytest.raises(ContentUnavailable):
+        with pytest.raises(ContentUnavailable) as raised:
             await disk.hydrator.read(image, content, 0, content.size)
         assert trio.current_time() - started < 1.0
+        blamed = {"delta damaged": key, "circle": None}.get(fault, base_key)
+        assert [pack_key(each) for each in disk.packs.doubted()] == ([] if blamed is None else [blamed])
+        assert (blamed or "told as differences to") in str(raised.value)
 
     with caplog.at_level(logging.ERROR):
         run(disk, test)
-    assert (base_key if fault == "base gone" else key) in caplog.text
+    if fault == "delta damaged":
+        assert key in caplog.text and base_key not in caplog.text
+    elif fault != "circle":
+        assert base_key in caplog.text and key not in caplog.text
+
+
+def test_a_pack_in_doubt(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is gone is logged once, its chunks are not taken for safe, and why they do not come is not forgotten
+    when others do; when it is back, nothing is in doubt any more."""
+    data, other = noise(4 * PIECE), noise(PIECE, 7)
+    row = disk.publish(data)
+    lost = next(key for key in disk.remote.objects if key.startswith("packs/"))
+    body = disk.remote.objects[lost]
+    other_row = disk.publish(other)
+    chunks = {ChunkId(digest(data[at : at + PIECE])) for at in range(0, len(data), PIECE)}
+
+    async def test() -> None:
+        image, content = await disk.sparse(row)
+        another, of_another = await disk.sparse(other_row)
+        assert disk.packs.known(chunks) == chunks
+        del disk.remote.objects[lost]
+        for at in range(0, len(data), PIECE):
+            with pytest.raises(ContentUnavailable):
+                await disk.hydrator.read(image, content, at, at + PIECE)
+        assert await disk.hydrator.read(another, of_another, 0, PIECE) == other
+        assert lost in (disk.hydrator.last_error or "")
+        assert [each["object"] for each in disk.hydrator.fetcher.doubts.told()] == [lost]
+        assert disk.packs.known(chunks) == set() and disk.packs.doubtful(chunks) == chunks
+        assert disk.packs.known({ChunkId(digest(other))}) == {digest(other)}
+        async with trio.open_nursery() as nursery:
+            fetcher = disk.hydrator.fetcher
+            nursery.start_soon(fetcher.doubts.run, disk.remote, fetcher.raw, 0.02)
+            await trio.sleep(0.2)
+            assert disk.packs.doubted(), "it is still gone"
+            disk.remote.objects[lost] = body
+            while disk.packs.doubted():
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert disk.packs.known(chunks) == chunks
+        assert await disk.hydrator.read(image, content, 0, len(data)) == data
+
+    with caplog.at_level(logging.WARNING):
+        run(disk, test)
+    assert [record.levelname for record in caplog.records if lost in record.message] == ["ERROR", "WARNING"]
+
+
+def test_requests_that_never_return_do_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a NAS that hangs: their readers are told in time, their places go to others, and they do not pile up."""
+    disk = Disk(tmp_path, read_timeout_s=0.3)
+    rows = [disk.publish(noise(PIECE, seed)) for seed in range(20)]
+    stuck = sorted(key for key in disk.remote.objects if key.startswith("packs/"))
+    fine = disk.publish(noise(PIECE, 99))
+    get, release, held = disk.remote.get, threading.Event(), threading.Semaphore(0)
+
+    def hang(key: str, start: int = 0, end: int | None = None) -> bytes:
+        if key in stuck and not release.is_set():
+            held.release()
+            release.wait(20)
+        return get(key, start, end)
+
+    monkeypatch.setattr(disk.remote, "get", hang)
+
+    async def read(row: int) -> bytes:
+        image, content = await disk.sparse(row)
+        return await disk.hydrator.read(image, content, 0, PIECE)
+
+    async def fails(row: int) -> None:
+        began = trio.current_time()
+        with pytest.raises(ContentUnavailable):
+            await read(row)
+        assert trio.current_time() - began < 2.0
+
+    async def test() -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                for row in rows[:TUNING.fetch_threads]:
+                    nursery.start_soon(fails, row)
+            await trio.sleep(1.0)  # the slots are free again
+            assert await read(fine) == noise(PIECE, 99)
+            for _ in range(3):
+                async with trio.open_nursery() as nursery:
+                    for row in rows:
+                        nursery.start_soon(fails, row)
+            threads = sum(held.acquire(blocking=False) for _ in range(100))
+            assert threads <= 4 * TUNING.fetch_threads
+        finally:
+            release.set()
+        with trio.fail_after(5):
+            while True:
+                try:
+                    assert await read(rows[0]) == noise(PIECE, 0)
+                    return
+                except ContentUnavailable:
+                    await trio.sleep(0.1)
+
+    run(disk, test)
+    disk.close()
 
 
 def test_a_missing_object_is_told_at_once(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,12 +111,21 @@ def test_a_pack_of_which_nobody_knows_what_was_in_it() -> None:
 
 
 def test_a_delta_whose_base_nobody_has() -> None:
-    """Its bytes cannot be told to be right, and nothing is put in their place."""
+    """Its bytes cannot be told to be right, nor wrong; nothing is put in their place, also where others are damaged."""
     name, data, rows = a_pack()
 
     async def nothing(chunk: ChunkId, length: int) -> bytes | None:
         return None
 
+    async def all_but_the_base(chunk: ChunkId, length: int) -> bytes | None:
+        return {digest(raw): raw for raw in RAW.values()}.get(chunk)
+
+    base = digest(BEFORE.tobytes())
     found = trio.run(examine, name, data, rows, nothing)
-    assert found.bad == {len(rows) - 1}
-    assert trio.run(rebuild, name, data, found, nothing) is None
+    assert found.is_sound and found.baseless == {base}
+    assert not found.without({base}).is_sound and found.without({base}).bad == {len(rows) - 1}
+    broken = bytearray(data)
+    broken[10] ^= 1
+    found = trio.run(examine, name, bytes(broken), rows, all_but_the_base)
+    assert len(found.bad) == 1 and found.baseless == {base}
+    assert trio.run(rebuild, name, bytes(broken), found, all_but_the_base) is None

@@ -13,8 +13,14 @@ from ckptfs.encoding.pack import PackedChunk
 from ckptfs.ids import ChunkId, ObjectId
 from ckptfs.local.catalog.catalog import Catalog, batches
 
-DAMAGED, ACKNOWLEDGED, VERIFIED = 0, 1, 2
+DAMAGED, ACKNOWLEDGED, VERIFIED, DOUBTED = 0, 1, 2, 3
 """Values of pack.state."""
+
+_DOUBTFUL = (
+    f"(pack.state = {DOUBTED} OR (packed.base IS NOT NULL AND packed.base IN (SELECT other.chunk FROM pack AS its"
+    f" JOIN packed AS other ON other.pack = its.id WHERE its.state = {DOUBTED})))"
+)
+"""Of a row of packed JOIN pack: the chunk, or what it is a delta against, is where a reader did not find it."""
 
 _LEARNED = 0
 """pack.head of a pack that another writer's head names."""
@@ -26,30 +32,42 @@ class Packs:
         self._db = catalog.db
 
     def known(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
-        """Those of *chunks* that the remote has."""
-        found: set[ChunkId] = set()
-        for batch in batches(chunks):
-            marks = ",".join("?" * len(batch))
-            found.update(
-                ChunkId(row[0])
-                for row in self._db.execute(f"SELECT chunk FROM packed WHERE chunk IN ({marks})", batch)
-            )
-        return found
+        """Those of *chunks* that the remote has, as far as nobody missed them there."""
+        return self._chunks_where(chunks, f"NOT {_DOUBTFUL}")
 
     def reached(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
-        """Those of *chunks* that lie in a pack which an acknowledged head, ours or one that we followed, reaches."""
-        found: set[ChunkId] = set()
-        for batch in batches(chunks):
-            marks = ",".join("?" * len(batch))
-            found.update(
-                ChunkId(row[0])
-                for row in self._db.execute(
-                    "SELECT packed.chunk FROM packed JOIN pack ON pack.id = packed.pack"
-                    f" WHERE packed.chunk IN ({marks}) AND pack.head IS NOT NULL",
-                    batch,
-                )
+        """Those of `known` that lie in a pack which an acknowledged head, ours or one that we followed, reaches."""
+        return self._chunks_where(chunks, f"pack.head IS NOT NULL AND NOT {_DOUBTFUL}")
+
+    def doubtful(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        """Those of *chunks* that somebody missed in their packs, or that are against such."""
+        return self._chunks_where(chunks, _DOUBTFUL)
+
+    def doubt(self, name: ObjectId) -> None:
+        """A reader did not find in pack *name* what should be there.
+
+        Nothing that lies in it is evicted, or left out of what is sent, until it is `verified`.
+        """
+        with self._catalog.transaction() as db:
+            db.execute(
+                "UPDATE pack SET state = ? WHERE name = ? AND state IN (?, ?)",
+                (DOUBTED, name, ACKNOWLEDGED, VERIFIED),
             )
-        return found
+
+    def doubted(self) -> dict[ObjectId, bool]:
+        """Packs in doubt, in the order in which they came, and whether bytes of this disk should be in each."""
+        here = "JOIN location ON location.chunk ="
+        rows = self._db.execute(
+            f"SELECT name, EXISTS (SELECT 1 FROM packed {here} packed.chunk WHERE packed.pack = pack.id)"
+            f" OR EXISTS (SELECT 1 FROM packed JOIN packed AS delta ON delta.base = packed.chunk {here} delta.chunk"
+            f" WHERE packed.pack = pack.id) FROM pack WHERE state = {DOUBTED} ORDER BY id"
+        )
+        return {ObjectId(row[0]): bool(row[1]) for row in rows}
+
+    def is_doubted(self, name: ObjectId) -> bool:
+        """Whether pack *name* is in doubt."""
+        row = self._db.execute("SELECT 1 FROM pack WHERE name = ? AND state = ?", (name, DOUBTED)).fetchone()
+        return row is not None
 
     def placed(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
         """Where the remote has *chunks*; those that it lacks are left out."""
@@ -81,7 +99,8 @@ class Packs:
         return found
 
     def acknowledged(self, name: ObjectId, chunks: Sequence[PackedChunk], *, verified: bool) -> None:
-        """The remote has pack *name*, which no head names yet. A chunk that is known elsewhere stays where it was."""
+        """The remote has pack *name*, which no head names yet. A chunk that is known elsewhere stays where it was,
+        unless it was missed there."""
         self._add(name, chunks, VERIFIED if verified else ACKNOWLEDGED, None)
 
     def learned(self, packs: Mapping[ObjectId, Sequence[PackedChunk]]) -> None:
@@ -124,19 +143,20 @@ class Packs:
             db.execute("DELETE FROM pack WHERE name = ?", (name,))
 
     def any_unverified(self) -> bool:
-        """Whether the bytes of any pack at all were not compared yet."""
-        return self._db.execute("SELECT 1 FROM pack WHERE state = ? LIMIT 1", (ACKNOWLEDGED,)).fetchone() is not None
+        """Whether the bytes of any pack at all were not compared yet, or are in doubt."""
+        states = (ACKNOWLEDGED, DOUBTED)
+        return self._db.execute("SELECT 1 FROM pack WHERE state IN (?, ?) LIMIT 1", states).fetchone() is not None
 
     def unverified_of(self, chunks: Iterable[bytes]) -> list[ObjectId]:
-        """Packs with some of *chunks*, or what they are deltas against, whose stored bytes were not compared yet."""
+        """Packs with some of *chunks*, or what they are against, whose bytes were not compared yet or are in doubt."""
         found: dict[ObjectId, None] = {}
         for batch in batches(chunks):
             marks = ",".join("?" * len(batch))
             for row in self._db.execute(
                 f"WITH own AS (SELECT chunk, base FROM packed WHERE chunk IN ({marks}))"
                 " SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
-                " WHERE packed.chunk IN (SELECT chunk FROM own UNION SELECT base FROM own) AND pack.state = ?",
-                (*batch, ACKNOWLEDGED),
+                " WHERE packed.chunk IN (SELECT chunk FROM own UNION SELECT base FROM own) AND pack.state IN (?, ?)",
+                (*batch, ACKNOWLEDGED, DOUBTED),
             ):
                 found[ObjectId(row[0])] = None
         return list(found)
@@ -158,8 +178,24 @@ class Packs:
                 if head == _LEARNED:  # who names it does not know
                     return
                 db.execute("UPDATE pack SET state = ?, head = ? WHERE id = ?", (state, head, pack))
+            elif known_state == DOUBTED and head != _LEARNED:  # it was put again
+                db.execute("UPDATE pack SET state = ? WHERE id = ?", (state, pack))
+            doubtful = [(each,) for each in self.doubtful(chunk.id for chunk in chunks)]
+            db.executemany("DELETE FROM packed WHERE chunk = ?", doubtful)
             db.executemany(
                 "INSERT OR IGNORE INTO packed (chunk, pack, offset, length, raw_length, codec, base)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [(c.id, pack, c.offset, c.length, c.raw_length, c.codec, c.base) for c in chunks],
             )
+
+    def _chunks_where(self, chunks: Iterable[ChunkId], condition: str) -> set[ChunkId]:
+        found: set[ChunkId] = set()
+        for batch in batches(chunks):
+            marks = ",".join("?" * len(batch))
+            rows = self._db.execute(
+                "SELECT packed.chunk FROM packed JOIN pack ON pack.id = packed.pack"
+                f" WHERE packed.chunk IN ({marks}) AND {condition}",
+                batch,
+            )
+            found.update(ChunkId(row[0]) for row in rows)
+        return found

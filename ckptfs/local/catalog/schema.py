@@ -85,7 +85,8 @@ CREATE INDEX location_image ON location (image, offset);
 CREATE TABLE pack (
     id    INTEGER PRIMARY KEY,
     name  BLOB NOT NULL UNIQUE,              -- ObjectId
-    state INTEGER NOT NULL,                  -- 1 acknowledged, 2 verified; 0 damaged, and was sent again in others
+    state INTEGER NOT NULL,                  -- 1 acknowledged, 2 verified; 0 damaged, and was sent again in others,
+                                             --   3 a reader did not find in it what should be there
     head  INTEGER                            -- own head that first named it; NULL while none has; 0 learned from others
 );
 CREATE TABLE packed (
@@ -203,7 +204,11 @@ def _run(statements: str) -> Callable[[sqlite3.Connection], None]:
     return migration
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_run(_V1), _run(_V2), _run(_V3))
+_V4 = """
+CREATE INDEX pack_doubted ON pack (id) WHERE state = 3;
+"""
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_run(_V1), _run(_V2), _run(_V3), _run(_V4))
 VERSION = len(MIGRATIONS)
 
 
