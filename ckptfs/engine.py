@@ -28,9 +28,11 @@ from ckptfs.prefetching import Fetching, prefetch
 from ckptfs.reclaiming import Reclaimer
 from ckptfs.remote.offline import OfflineStore
 from ckptfs.repair.findings import Report
+from ckptfs.repair.healing import heal
 from ckptfs.repair.pace import Scrubbing
 from ckptfs.repair.scrub import Scrub, ScrubOptions
 from ckptfs.replica.bound import BoundStore
+from ckptfs.replica.doubts import Doubts
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.recording import Recorder
@@ -136,6 +138,7 @@ class Engine:
                 if self.replica and self._siblings:
                     await nursery.start(self.replica.run)
                     nursery.start_soon(steadily, self._siblings.run)
+                    nursery.start_soon(steadily, self._heal, self.replica.doubts)
                 else:
                     await nursery.start(steadily_started, self._hydrator.run)
                     nursery.start_soon(steadily, self._recorder.run)
@@ -397,6 +400,13 @@ class Engine:
             self.replica.take_credentials(env)
 
     # Within
+
+    async def _heal(self, doubts: Doubts) -> None:
+        async def mend(pack: ObjectId) -> None:
+            work = Scrub(self._store, self.filesystem, self.replica, self._remote, ScrubOptions(), Scrubbing())
+            await work.mend_pack(pack)
+
+        await heal(doubts, mend, self._store.settings.tuned.retry_most_s)
 
     async def _resolve(self, path: bytes) -> Inode:
         ino = ROOT_INODE

@@ -129,8 +129,9 @@ class RemoteScrub:
         found = found.without(found.baseless - places.keys())
         if found.is_sound:
             return
-        bad = {found.chunks[number].id for number in found.bad} if found.chunks else {chunk.id for chunk in known}
-        users = await self._users(bad)
+        missed = {found.chunks[number].id for number in found.bad} if found.chunks else None
+        bad = [chunk for chunk in known if missed is None or chunk.id in missed]  # others are looked for elsewhere
+        users = await self._users({chunk.id for chunk in bad})
         key = pack_key(name)
         finding = self._found(
             key, found.why, "machines that do not have these bytes cannot read the files",
@@ -146,8 +147,7 @@ class RemoteScrub:
             self._packs.verified(name)
             finding.state, finding.repair = REPAIRED, "the pack was made anew, byte for byte, and put again"
         else:
-            bad_chunks = [found.chunks[number] for number in found.bad] if found.chunks else list(known)
-            await self._cannot_rebuild(name, finding, bad_chunks, users)
+            await self._cannot_rebuild(name, finding, bad, users)
 
     async def _examine(
         self, name: ObjectId, known: tuple[PackedChunk, ...]
@@ -180,11 +180,12 @@ class RemoteScrub:
             finding.state = REPAIRED
             finding.repair = "its bytes are sent again in new packs, and the files published anew"
         if whole:
-            # Also what is lost: deltas against it are sent as they are where the file is whole here.
-            gone = [each.id for each in bad]
-            Mending(self._store.catalog).send_again(pack, gone, whole, self._store.clock.tick())
+            here = [each.id for each in bad if each.id not in lost]
+            Mending(self._store.catalog).send_again(pack, here, lost, whole, self._store.clock.tick())
             for ino in whole:
                 self._republish(ino)
+        else:
+            self._packs.doubt(pack)
 
     async def _users(self, chunks: set[ChunkId]) -> list[_User]:
         """Published files that need any of *chunks*."""

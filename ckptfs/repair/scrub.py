@@ -126,6 +126,11 @@ class Scrub:
             await remote.look_at_heads()
         return self._report
 
+    async def mend_pack(self, name: ObjectId) -> None:
+        """Look at one pack, of which a reader said that it is not as it should be. Raises as `run`."""
+        remote = await self._demand_remote()
+        await remote.look_at_pack(name, 0)
+
     async def _demand_remote(self) -> RemoteScrub:
         if self._replica is None or self._remote is None:
             raise RemoteError("this store has no remote to scrub: mount it with --remote")

@@ -69,8 +69,6 @@ class Bases:
         """The kin of *chunks*, less those without keys. For some hundred at once: they are looked up one by one."""
         keyframes = self._keyframes.find([key for _, found in chunks for key in found])
         needed_whole = self._packs.bases_among(chunk.id for chunk, _ in chunks)  # a keyframe whose pack was lost
-        missed = self._packs.doubtful({keyframe.chunk for keyframe in keyframes.values()})
-        keyframes = {key: keyframe for key, keyframe in keyframes.items() if keyframe.chunk not in missed}
         return {
             chunk.id: Kin(found, None if chunk.id in needed_whole else self._base(chunk, found, keyframes))
             for chunk, found in chunks

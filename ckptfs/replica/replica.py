@@ -121,6 +121,7 @@ class Replica:
         self.tombstones = TombstoneCollector(store, self.follower)
         self.room = Room(store.path, lambda: files().is_saving())
         self.hydrator = Hydrator(store.catalog, store.images, remote, tuning, self.room, read_timeout_s=read_timeout_s)
+        self.doubts = self.hydrator.fetcher.doubts
         self.recorder = Recorder(self.hydrator, lambda: files().sparse_images())
         self.evictor = Evictor(
             store,
@@ -147,7 +148,6 @@ class Replica:
                 await nursery.start(steadily_started, self.hydrator.run)
                 await self.follower.catch_up(_CATCH_UP_S)
                 nursery.start_soon(steadily, self.recorder.run)
-                nursery.start_soon(steadily, self._look_again)
                 if not self.read_only:
                     for task in (
                         self.settler.run, self.publisher.run, self.logs.run, self.tombstones.run, self.evictor.run
@@ -328,7 +328,7 @@ class Replica:
     @property
     def damaged(self) -> list[dict[str, object]]:
         """Packs on the remote in which readers missed something; see `Doubts.told`."""
-        return self.hydrator.fetcher.doubts.told()
+        return self.doubts.told()
 
     async def newest_safe_set(self) -> dict[str, object] | None:
         """The newest directory with files that is not an incomplete set, and of which everything is replicated and
@@ -348,10 +348,6 @@ class Replica:
         self.publisher.retry_now()
 
     # Within
-
-    async def _look_again(self) -> None:
-        every_s = self._store.settings.tuned.retry_most_s
-        await self.hydrator.fetcher.doubts.run(self._remote, self.hydrator.fetcher.raw, every_s)
 
     def _safe_sets(self) -> Iterator[tuple[Inode, int]]:
         """Complete directories of which everything is replicated, newest first, with their mtimes in ns."""

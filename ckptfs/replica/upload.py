@@ -370,9 +370,8 @@ class Uploader:
         """Store the pack; whether the remote's own checksum of it equals ours."""
         key = pack_key(name)
         self._counters.puts += 1
-        in_doubt = self._packs.is_doubted(name)  # what is there, if anything, is not what the name says
         try:
-            return await self._ask(partial(self._remote.put, key, data, if_absent=not in_doubt))
+            return await self._ask(partial(self._remote.put, key, data, if_absent=True))
         except ObjectExists:
             # An attempt whose answer was lost, or another machine with the same tree. The name fixes the layout.
             size = await self._ask(partial(self._remote.size, key))

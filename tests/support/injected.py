@@ -31,6 +31,7 @@ HANDLERS = sorted(
 TASKS = (
     "ckptfs.background.caller:Worker.run",
     "ckptfs.engine:Engine._checkpoints",
+    "ckptfs.engine:Engine._heal",
     "ckptfs.held:HeldFiles.run",
     "ckptfs.local.groupsync:GroupSync.run",
     "ckptfs.replica.evict:Evictor.run",
@@ -55,6 +56,7 @@ INSIDE = (
     "ckptfs.local.catalog.catalog:Catalog.wal_bytes",
     "ckptfs.local.groupsync:GroupSync._flush_catalog",
     "ckptfs.local.groupsync:GroupSync._flush_images",
+    "ckptfs.replica.doubts:Doubts.doubted",
     "ckptfs.replica.follow:Follower.check",
     "ckptfs.replica.publish:Publisher._step",
     "ckptfs.replica.publish:Publisher._put_head",

@@ -477,43 +477,38 @@ def test_a_delta_without_its_base_is_an_error(disk: Disk, caplog: pytest.LogCapt
 
 
 def test_a_pack_in_doubt(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
-    """One that is gone is logged once, its chunks are not taken for safe, and why they do not come is not forgotten
-    when others do; when it is back, nothing is in doubt any more."""
+    """One that is gone is logged once, nothing goes from this disk for its sake, and why its bytes do not come is not
+    forgotten when others do."""
     data, other = noise(4 * PIECE), noise(PIECE, 7)
     row = disk.publish(data)
     lost = next(key for key in disk.remote.objects if key.startswith("packs/"))
-    body = disk.remote.objects[lost]
     other_row = disk.publish(other)
     chunks = {ChunkId(digest(data[at : at + PIECE])) for at in range(0, len(data), PIECE)}
+    of_other = {ChunkId(digest(other))}
 
     async def test() -> None:
         image, content = await disk.sparse(row)
         another, of_another = await disk.sparse(other_row)
-        assert disk.packs.known(chunks) == chunks
+        await disk.hydrator.ensure(image, content, 0, PIECE)
+        assert disk.packs.reached(chunks | of_other) == chunks | of_other
         del disk.remote.objects[lost]
-        for at in range(0, len(data), PIECE):
+        for at in range(PIECE, len(data), PIECE):
             with pytest.raises(ContentUnavailable):
                 await disk.hydrator.read(image, content, at, at + PIECE)
         assert await disk.hydrator.read(another, of_another, 0, PIECE) == other
         assert lost in (disk.hydrator.last_error or "")
-        assert [each["object"] for each in disk.hydrator.fetcher.doubts.told()] == [lost]
-        assert disk.packs.known(chunks) == set() and disk.packs.doubtful(chunks) == chunks
-        assert disk.packs.known({ChunkId(digest(other))}) == {digest(other)}
-        async with trio.open_nursery() as nursery:
-            fetcher = disk.hydrator.fetcher
-            nursery.start_soon(fetcher.doubts.run, disk.remote, fetcher.raw, 0.02)
-            await trio.sleep(0.2)
-            assert disk.packs.doubted(), "it is still gone"
-            disk.remote.objects[lost] = body
-            while disk.packs.doubted():
-                await trio.sleep(0.01)
-            nursery.cancel_scope.cancel()
-        assert disk.packs.known(chunks) == chunks
-        assert await disk.hydrator.read(image, content, 0, len(data)) == data
+        told = disk.hydrator.fetcher.doubts.told()
+        assert [(each["object"], each["here"]) for each in told] == [(lost, False)]
+        await disk.hydrator.record(image)
+        assert disk.hydrator.fetcher.doubts.told()[0]["here"]
+        assert disk.packs.reached(chunks | of_other) == of_other and disk.packs.doubtful(chunks) == chunks
+        (name,) = disk.packs.doubted()
+        disk.packs.verified(name)
+        assert disk.packs.reached(chunks) == chunks and disk.hydrator.fetcher.doubts.told() == []
 
     with caplog.at_level(logging.WARNING):
         run(disk, test)
-    assert [record.levelname for record in caplog.records if lost in record.message] == ["ERROR", "WARNING"]
+    assert [record.levelname for record in caplog.records if lost in record.message] == ["ERROR"]
 
 
 def test_requests_that_never_return_do_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import cast
+
 import numpy as np
 import pytest
 import trio
@@ -9,9 +12,12 @@ from trio.testing import MockClock
 
 from ckptfs.encoding import codec
 from ckptfs.encoding.pack import PackBuilder, PackedChunk
+from ckptfs.errors import RemoteError
 from ckptfs.ids import ChunkId, ObjectId, digest
+from ckptfs.repair.healing import heal
 from ckptfs.repair.pace import Pace, Scrubbing
 from ckptfs.repair.packs import examine, rebuild
+from ckptfs.replica.doubts import Doubts
 
 RANDOM = np.random.default_rng(3)
 RAW = {
@@ -129,3 +135,31 @@ def test_a_delta_whose_base_nobody_has() -> None:
     found = trio.run(examine, name, bytes(broken), rows, all_but_the_base)
     assert len(found.bad) == 1 and found.baseless == {base}
     assert trio.run(rebuild, name, bytes(broken), found, all_but_the_base) is None
+
+
+def test_packs_in_doubt_are_looked_at_ever_more_rarely() -> None:
+    """One that stays bad, and one that cannot be looked at now, do not keep the others from being mended."""
+    looks: dict[bytes, list[float]] = {b"bad": [], b"fails": [], b"heals": []}
+    left = [ObjectId(name) for name in looks]
+
+    class Doubted:
+        def doubted(self) -> list[ObjectId]:
+            return list(left)
+
+    async def mend(name: ObjectId) -> None:
+        looks[name].append(trio.current_time())
+        if name == b"fails":
+            raise RemoteError("no answer", temporary=True)
+        if name == b"heals":
+            left.remove(name)
+
+    async def main() -> None:
+        began = trio.current_time()
+        with trio.move_on_after(20_000):
+            await heal(cast(Doubts, Doubted()), mend, 60.0)
+        for name in (b"bad", b"fails"):
+            pauses = [after - before for before, after in pairwise([began, *looks[name]])]
+            assert pauses == sorted(pauses) and 60 <= pauses[0] <= 120 and 3600 <= pauses[-1] <= 3630
+        assert len(looks[b"heals"]) == 1
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))

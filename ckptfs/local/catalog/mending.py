@@ -9,7 +9,7 @@ from ckptfs.errors import NameMissing
 from ckptfs.ids import ROOT_INODE, ChunkId, ImageId, Inode, ObjectId, Stamp
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.catalog.names import CHANGED, Names
-from ckptfs.local.catalog.packs import DAMAGED
+from ckptfs.local.catalog.packs import DAMAGED, DOUBTED
 
 LOST_NAMES = b"lost+found"
 """The directory in the mount's root for files that no name leads to."""
@@ -21,16 +21,22 @@ class Mending:
         self._names = Names(catalog)
 
     def send_again(
-        self, pack: ObjectId, chunks: Collection[ChunkId], files: Collection[Inode], stamp: Stamp
+        self,
+        pack: ObjectId,
+        chunks: Collection[ChunkId],
+        lost: Collection[ChunkId],
+        files: Collection[Inode],
+        stamp: Stamp,
     ) -> None:
-        """*pack* does not have *chunks* any more, and *files*, which are whole here, are to be published anew.
+        """*pack* does not have *chunks* and *lost* any more, and *files*, which are whole here, are published anew.
 
-        Nobody's index is believed from now on that looks for something in that pack.
+        What is *lost*, since it is not here either, is still looked for there, and the pack stays in doubt. Where
+        nothing is, nobody's index is believed from now on that looks for something in that pack.
         """
         with self._catalog.transaction() as db:
-            db.execute("UPDATE pack SET state = ? WHERE name = ?", (DAMAGED, pack))
+            db.execute("UPDATE pack SET state = ? WHERE name = ?", (DOUBTED if lost else DAMAGED, pack))
             db.executemany("DELETE FROM packed WHERE chunk = ?", [(chunk,) for chunk in chunks])
-            db.executemany("DELETE FROM packed WHERE base = ?", [(chunk,) for chunk in chunks])
+            db.executemany("DELETE FROM packed WHERE base = ?", [(chunk,) for chunk in (*chunks, *lost)])
             for ino in files:
                 db.execute(
                     "UPDATE manifest SET digest = NULL, remote_body = NULL"

@@ -32,11 +32,12 @@ class Packs:
         self._db = catalog.db
 
     def known(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
-        """Those of *chunks* that the remote has, as far as nobody missed them there."""
-        return self._chunks_where(chunks, f"NOT {_DOUBTFUL}")
+        """Those of *chunks* that the remote has."""
+        return self._chunks_where(chunks, "TRUE")
 
     def reached(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
-        """Those of `known` that lie in a pack which an acknowledged head, ours or one that we followed, reaches."""
+        """Those of *chunks* that lie in a pack which an acknowledged head, ours or one that we followed, reaches, and
+        where no reader missed them."""
         return self._chunks_where(chunks, f"pack.head IS NOT NULL AND NOT {_DOUBTFUL}")
 
     def doubtful(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
@@ -46,7 +47,7 @@ class Packs:
     def doubt(self, name: ObjectId) -> None:
         """A reader did not find in pack *name* what should be there.
 
-        Nothing that lies in it is evicted, or left out of what is sent, until it is `verified`.
+        Nothing that should lie in it is evicted until it is `verified`.
         """
         with self._catalog.transaction() as db:
             db.execute(
@@ -63,11 +64,6 @@ class Packs:
             f" WHERE packed.pack = pack.id) FROM pack WHERE state = {DOUBTED} ORDER BY id"
         )
         return {ObjectId(row[0]): bool(row[1]) for row in rows}
-
-    def is_doubted(self, name: ObjectId) -> bool:
-        """Whether pack *name* is in doubt."""
-        row = self._db.execute("SELECT 1 FROM pack WHERE name = ? AND state = ?", (name, DOUBTED)).fetchone()
-        return row is not None
 
     def placed(self, chunks: Iterable[ChunkId]) -> dict[ChunkId, Placed]:
         """Where the remote has *chunks*; those that it lacks are left out."""
@@ -99,8 +95,7 @@ class Packs:
         return found
 
     def acknowledged(self, name: ObjectId, chunks: Sequence[PackedChunk], *, verified: bool) -> None:
-        """The remote has pack *name*, which no head names yet. A chunk that is known elsewhere stays where it was,
-        unless it was missed there."""
+        """The remote has pack *name*, which no head names yet. A chunk that is known elsewhere stays where it was."""
         self._add(name, chunks, VERIFIED if verified else ACKNOWLEDGED, None)
 
     def learned(self, packs: Mapping[ObjectId, Sequence[PackedChunk]]) -> None:
@@ -174,14 +169,10 @@ class Packs:
         with self._catalog.transaction() as db:
             db.execute("INSERT OR IGNORE INTO pack (name, state, head) VALUES (?, ?, ?)", (name, state, head))
             pack, known_state = db.execute("SELECT id, state FROM pack WHERE name = ?", (name,)).fetchone()
-            if known_state == DAMAGED:
+            if known_state in (DAMAGED, DOUBTED):
                 if head == _LEARNED:  # who names it does not know
                     return
                 db.execute("UPDATE pack SET state = ?, head = ? WHERE id = ?", (state, head, pack))
-            elif known_state == DOUBTED and head != _LEARNED:  # it was put again
-                db.execute("UPDATE pack SET state = ? WHERE id = ?", (state, pack))
-            doubtful = [(each,) for each in self.doubtful(chunk.id for chunk in chunks)]
-            db.executemany("DELETE FROM packed WHERE chunk = ?", doubtful)
             db.executemany(
                 "INSERT OR IGNORE INTO packed (chunk, pack, offset, length, raw_length, codec, base)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -1,0 +1,192 @@
+"""Packs that are damaged or gone on the remote: once a reader missed something, nothing is told or done as if it were
+there, and what is here is sent again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptfs.encoding.keys import pack_key
+from ckptfs.local.store import Store
+from tests.support.damage import flip, objects
+from tests.support.mounts import TINY, Site, until
+
+pytestmark = pytest.mark.timeout(120)
+
+FAST = ("--settle", "100ms", "--lag", "100ms")
+SIZE = 6000
+
+
+@dataclass
+class Pair:
+    """Two machines with one remote in a directory."""
+
+    near: Site
+    far: Site
+    remote: Path
+
+    @property
+    def url(self) -> str:
+        return f"file://{self.remote}"
+
+    def save(self, **files: bytes) -> None:
+        """Save *files* on the near machine, wait until they are published, and unmount it."""
+        self.near.mount("--remote", self.url, *FAST)
+        (self.near.mountpoint / "run").mkdir()
+        for name, data in files.items():
+            (self.near.mountpoint / "run" / name).write_bytes(data)
+        self.near.umount()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    slow = {**TINY, "retry_most_s": 4}  # to see what is told before it is looked at again
+    with Site(tmp_path, name="near", tuning=TINY) as near, Site(tmp_path, name="far", tuning=slow) as far:
+        yield Pair(near, far, remote)
+
+
+def scrub(site: Site, *options: str, status: int) -> dict[str, Any]:
+    done = site.run("scrub", str(site.mountpoint), "--remote", "--json", *options)
+    assert done.status == status, done.said
+    report: dict[str, Any] = json.loads(done.out)
+    return report
+
+
+def fails_to_read(path: Path) -> None:
+    with pytest.raises(OSError) as raised:
+        path.read_bytes()
+    assert raised.value.errno == errno.EIO
+
+
+def damaged(site: Site) -> list[str]:
+    return [each["object"] for each in site.status()["damaged"]]
+
+
+def test_what_is_here_and_not_in_its_pack_any_more(pair: Pair, tmp_path: Path) -> None:
+    """It is not called safe until it was sent again, unaided; what is lost is told until the pack is back."""
+    kept, lost = os.urandom(SIZE), os.urandom(SIZE)
+    pair.save(kept=kept, lost=lost)
+    (pack,) = objects(pair.remote, "packs")
+    body, top = pack.read_bytes(), pair.far.mountpoint / "run"
+    pair.far.mount("--remote", pair.url, *FAST)
+    assert (top / "kept").read_bytes() == kept
+    pack.unlink()
+    assert pair.far.status()["safe"], "nobody noticed"
+    fails_to_read(top / "lost")
+    until(lambda: not pair.far.status()["safe"], "it to be recorded what is here", 5)
+    status = pair.far.status()
+    assert [each["object"] for each in status["damaged"]] == [f"packs/{pack.parent.name}/{pack.name}"]
+    assert status["newest_safe_set"] is None and pack.name in status["last_error"]
+    assert (top / "kept").read_bytes() == kept
+    assert pack.name in pair.far.status()["last_error"], "other reads say nothing of it"
+    told = pair.far.run("status", str(top)).out
+    assert pack.name in told and "scrub --remote" in told and "nothing would be lost" not in told
+    assert "scrub --remote" in pair.far.umount(status=3).out
+    pair.far.mount()
+    assert not pair.far.status()["safe"], "it was forgotten"
+    until(lambda: pair.far.status()["safe"], "what is here to be sent again")
+    assert pack.name in damaged(pair.far)[0]
+    pair.far.umount()
+    with Site(tmp_path, name="third", tuning=TINY) as third:
+        third.mount("--remote", pair.url, "--read-only")
+        assert (third.mountpoint / "run" / "kept").read_bytes() == kept
+        fails_to_read(third.mountpoint / "run" / "lost")
+        assert third.status()["safe"], "what is lost has nothing to do with this machine"
+        third.umount()
+    pair.far.mount()
+    assert pack.name in damaged(pair.far)[0]
+    pack.write_bytes(body)
+    until(lambda: damaged(pair.far) == [], "the pack to be looked at again", 60)
+    assert pair.far.status()["newest_safe_set"] is not None and (top / "lost").read_bytes() == lost
+    pair.far.umount()
+
+
+def test_a_pack_is_made_anew(pair: Pair) -> None:
+    """By whoever has all that should be in it: byte for byte, and nothing is in doubt for anybody."""
+    kept, other = os.urandom(SIZE), os.urandom(SIZE)
+    pair.save(kept=kept, other=other)
+    (pack,) = objects(pair.remote, "packs")
+    body = pack.read_bytes()
+    pair.near.mount()
+    pair.far.mount("--remote", pair.url, *FAST)
+    flip(pack, body.find(other[:100]) + 10)
+    fails_to_read(pair.far.mountpoint / "run" / "other")
+    assert len(damaged(pair.far)) == 1
+    assert scrub(pair.far, status=3)["lost"] == ["/run/other"]
+    report = scrub(pair.near, status=0)
+    assert [each["state"] for each in report["findings"]] == ["repaired"] and pack.read_bytes() == body
+    until(lambda: damaged(pair.far) == [], "the pack to be looked at again", 60)
+    assert (pair.far.mountpoint / "run" / "other").read_bytes() == other
+    pair.near.umount()
+    pair.far.umount()
+
+
+def test_a_reader_that_has_the_bytes_elsewhere_heals_the_pack(pair: Pair) -> None:
+    """Nobody asks for anything: the pack is as it was before, a little later."""
+    data = os.urandom(SIZE)
+    pair.save(one=data)
+    (pack,) = objects(pair.remote, "packs")
+    body = pack.read_bytes()
+    pair.far.mount("--remote", pair.url, *FAST)
+    pack.unlink()
+    fails_to_read(pair.far.mountpoint / "run" / "one")
+    (pair.far.mountpoint / "run" / "two").write_bytes(data)
+    assert not pair.far.status()["safe"] or pack.exists()
+    until(lambda: pack.exists() and damaged(pair.far) == [], "the pack to be made anew")
+    assert pack.read_bytes() == body and (pair.far.mountpoint / "run" / "one").read_bytes() == data
+    pair.far.umount()
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_what_deltas_are_against_is_damaged(pair: Pair, damage: str) -> None:
+    """That pack is named, by the log and by scrub, with all files that need it; the packs of the deltas are not."""
+    settings = pair.near.store / "settings.json"  # pieces as long as those that become differences
+    settings.write_text(json.dumps({"tuning": {**TINY, "piece_bytes": 1 << 20}}))
+    weights = np.random.default_rng(3).normal(size=(80, 100)).astype(np.float32)
+    pair.near.mount("--remote", pair.url, *FAST)
+    for step in range(3):
+        (pair.near.mountpoint / f"step-{step}").mkdir()
+        np.save(pair.near.mountpoint / f"step-{step}" / "model.npy", weights * np.float32(1 + 1e-4 * step))
+        assert pair.near.run("wait", str(pair.near.mountpoint)).status == 0
+    pair.near.umount()
+    store = Store.open(pair.near.store)
+    rows = store.catalog.db.execute(
+        "SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack"
+        " WHERE packed.chunk IN (SELECT base FROM packed WHERE base IS NOT NULL)"
+    ).fetchall()
+    deltas = store.catalog.db.execute(
+        "SELECT DISTINCT pack.name FROM packed JOIN pack ON pack.id = packed.pack WHERE packed.base IS NOT NULL"
+    ).fetchall()
+    (base,), others = (pack_key(row[0]) for row in rows), [pack_key(row[0]) for row in deltas]
+    store.close()
+    assert len(others) == 2, "nothing was sent as a difference"
+    path = pair.remote / base
+    body = path.read_bytes()
+    pair.far.mount("--remote", pair.url, *FAST)
+    if damage == "remove":
+        path.unlink()
+    else:
+        flip(path, len(body) // 2)
+    files = sorted(f"/step-{step}/model.npy" for step in range(3))
+    for name in files:
+        fails_to_read(Path(f"{pair.far.mountpoint}{name}"))
+    assert damaged(pair.far) == [base]
+    log = pair.far.log()
+    assert base in log and not any(other in log for other in others)
+    report = scrub(pair.far, status=3)
+    assert [each["where"] for each in report["findings"]] == [base], report["findings"]
+    assert report["lost"] == files
+    path.write_bytes(body)
+    report = scrub(pair.far, status=0)
+    assert report["findings"] == [] and damaged(pair.far) == []
+    pair.far.umount()
