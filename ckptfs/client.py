@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ TARGETS = ("sealed", "replicated", "verified")
 SILENCE_S = 60.0
 """The daemon reports at least every second while it works; after this long without a word it counts as hung."""
 
+_EXIT_S = 5.0
 _MOST_LINE_BYTES = 64 << 20  # a status that names many sets; only a bound on nonsense
 
 PathLike = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -118,12 +121,16 @@ class Conversation:
                 return message["result"]
 
     def ended(self) -> None:
-        """Wait until the daemon has closed its end."""
+        """Wait until the daemon has closed its end, and a little for its process to let go of the store's disk."""
+        process = _process_of(self._socket)
         try:
             while self._socket.recv(4096):
                 pass
         except OSError:
             pass  # reset: as good as closed
+        if process is not None:
+            select.select([process], [], [], _EXIT_S)
+            os.close(process)
 
     def _line(self) -> bytes:
         while b"\n" not in self._buffer:
@@ -297,6 +304,15 @@ def _connect(store: Path) -> socket.socket:
         connection.close()
         raise MountError(f"no daemon answers for the store {store}: {error.strerror}") from error
     return connection
+
+
+def _process_of(connection: socket.socket) -> int | None:
+    """A descriptor of the process at the other end, which can be read when that is gone; None when it cannot be had."""
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # gone already, or in another container
+        return None
 
 
 def _error(message: str, kind: str) -> CkptfsError:

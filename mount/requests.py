@@ -178,7 +178,7 @@ class Requests:
                 with trio.move_on_after(_REPORT_EVERY_S):
                     await self._life.ended.wait()
                     break
-                await reply.progress({"closing": True})
+                await reply.progress({"closing": True, **dataclasses.asdict(self._engine.progress())})
         finally:
             if not waits:
                 self._life.demand_drain()

@@ -135,8 +135,10 @@ def list_remote(url: str, recursive: bool, as_json: bool) -> None:
     for path, entry in found:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.mtime_ns / 1e9))
         arrow = b"" if entry.target is None else b" -> " + entry.target
-        # Names are bytes; a terminal gets them as they are.
-        click.echo(f"{stat.filemode(entry.mode)} {entry.size:>{width}} {when} ".encode() + path + arrow)
+        name = path + arrow  # bytes, for a program that reads them; a name may hold anything, which a terminal would do
+        if sys.stdout.isatty():
+            name = shown(name).encode()
+        click.echo(f"{stat.filemode(entry.mode)} {entry.size:>{width}} {when} ".encode() + name)
 
 
 def _status_or_error(mountpoint: str) -> dict[str, Any]:

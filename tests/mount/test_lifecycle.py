@@ -45,6 +45,16 @@ def test_mount_use_unmount_and_again_with_the_mountpoint_alone(site: Site) -> No
     site.umount()
 
 
+def test_no_process_is_left_when_umount_returns(site: Site) -> None:
+    """So that the store's disk can be unmounted in the next line of a script."""
+    for _ in range(5):
+        site.mount()
+        (site.mountpoint / "file").write_bytes(os.urandom(100_000))
+        pid = site.pid()
+        site.umount()
+        assert not is_alive(pid)
+
+
 def test_the_usual_store_lies_in_the_data_directory_per_mountpoint(site: Site, tmp_path: Path) -> None:
     """Without a name the store is below XDG_DATA_HOME, readable by name, and private."""
     done = site.run("mount", str(site.mountpoint), "--force")

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import ckptfs
 from tests.conftest import Bucket
 from tests.support.maps import mapped
-from tests.support.mounts import COMMAND_S, TINY, Site, is_alive, is_mounted, run, until
+from tests.support.mounts import COMMAND, COMMAND_S, TINY, Site, is_alive, is_mounted, run, until
 from tests.support.proxy import FaultProxy, Faults
 
 pytestmark = pytest.mark.timeout(150)
@@ -59,6 +60,22 @@ def test_umount_waits_and_everything_is_on_the_remote(far: Site, bucket: Bucket)
     assert listed(far, f"{url}/exp/late") == {"late": 5000}
     assert far.run("ls", f"{url}/none").status == 1
     assert far.run("ls", bucket.url).status == 1
+
+
+def test_ls_leaves_a_terminal_alone(site: Site, tmp_path: Path) -> None:
+    """A name can hold anything; a terminal gets what it shows, a program the bytes."""
+    url, name = f"file://{tmp_path}/remote", "a\x1b[31m\nb"
+    site.mount("--remote", url)
+    (site.mountpoint / name).write_bytes(b"1")
+    site.umount()
+    assert site.run("ls", url).out.endswith(f" {name}\n")
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        try:
+            subprocess.run([*COMMAND, "ls", url], env=site.environment, stdout=theirs, timeout=COMMAND_S, check=True)
+        finally:
+            os.close(theirs)
+        assert terminal.read(4096).rstrip().endswith(b" a\\x1b[31m\\nb")
 
 
 def test_umount_waits_for_what_a_map_wrote_until_just_now(far: Site, bucket: Bucket) -> None:
