@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ckptfs
@@ -32,6 +33,40 @@ def test_case_022_headers_are_written_last(top: Path, tmp_path: Path) -> None:
             for offset in (96, 2048, 6144, 135_168, 0):
                 assert os.pwrite(file.fileno(), struct.pack("q", offset) * 12, offset) == 96
     assert (top / "file").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_case_024_numpy_maps(machines: Machines) -> None:
+    """Every mode of np.memmap: what was stored and flushed is read at once, after a remount, and elsewhere; a file that
+    was made longer is mapped again."""
+    site = machines.site("here")
+    path = machines.mount(site) / "array"
+    first = np.memmap(path, np.float32, "w+", shape=(300, 500))
+    first[:] = np.arange(500)
+    first.flush()
+    del first
+    wanted = np.tile(np.arange(500, dtype=np.float32), (300, 1))
+    assert path.read_bytes() == wanted.tobytes()
+    changed = np.memmap(path, np.float32, "r+", shape=(300, 500))
+    changed[7] = wanted[7] = -1
+    changed.flush()
+    private = np.memmap(path, np.float32, "c", shape=(300, 500))
+    private[8] = 5  # in memory alone
+    assert np.array_equal(np.memmap(path, np.float32, "r", shape=(300, 500)), wanted)
+    del changed, private
+    assert path.read_bytes() == wanted.tobytes()
+    os.truncate(path, 400 * 500 * 4)
+    grown = np.memmap(path, np.float32, "r+", shape=(400, 500))
+    assert not grown[300:].any()
+    grown[399] = 9
+    grown.flush()
+    del grown
+    wanted = np.concatenate([wanted, np.zeros((99, 500), np.float32), np.full((1, 500), 9, np.float32)])
+    assert ckptfs.wait(path.parent, "replicated", 60)
+    there = machines.mount(machines.site("there"))
+    site.umount()
+    for top in (machines.mount(site), there):
+        for mode in ("r", "c", "r+"):
+            assert np.array_equal(np.memmap(top / "array", np.float32, mode, shape=(400, 500)), wanted)
 
 
 def exchange(path: Path, rank: int, rounds: int) -> int:
