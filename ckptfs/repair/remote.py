@@ -165,6 +165,10 @@ class RemoteScrub:
         self, pack: ObjectId, finding: Finding, bad: list[PackedChunk], users: list[_User]
     ) -> None:
         """Send what is here in other packs, and publish the files that need it anew; name those that stay lost."""
+        if not users:  # whoever saves such bytes again sends them
+            Mending(self._store.catalog).send_again(pack, [each.id for each in bad], (), (), self._store.clock.tick())
+            finding.state, finding.repair = REPAIRED, "no file needs what is damaged; it is not looked for any more"
+            return
         lost = {each.id for each in bad if await self._copies.local(each.id, each.raw_length) is None}
         damaged = [user.file.ino for user in users if user.lacks(lost)]
         others = [user.file for user in users if not user.lacks(lost)]

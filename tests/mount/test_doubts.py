@@ -147,6 +147,19 @@ def test_a_reader_that_has_the_bytes_elsewhere_heals_the_pack(pair: Pair) -> Non
     pair.far.umount()
 
 
+def test_what_nobody_needs_is_not_missed(pair: Pair) -> None:
+    """Once the files are deleted that lost something, nothing is in doubt."""
+    pair.save(one=os.urandom(SIZE))
+    (pack,) = objects(pair.remote, "packs")
+    pair.far.mount("--remote", pair.url, *FAST)
+    pack.unlink()
+    fails_to_read(pair.far.mountpoint / "run" / "one")
+    assert len(damaged(pair.far)) == 1
+    (pair.far.mountpoint / "run" / "one").unlink()
+    until(lambda: damaged(pair.far) == [], "it to be forgotten")
+    pair.far.umount()
+
+
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_what_deltas_are_against_is_damaged(pair: Pair, damage: str) -> None:
     """That pack is named, by the log and by scrub, with all files that need it; the packs of the deltas are not."""
