@@ -15,9 +15,10 @@ import click
 from ckptfs.errors import CkptfsError
 
 from .insight import diff, du, estimate, inspect
-from .mounting import auth, daemon, mount, umount
+from .mounting import auth, daemon, mount
 from .repairing import fsck, scrub
 from .seeing import list_remote, prefetch, publish, status, wait
+from .unmounting import umount
 
 
 class _Commands(click.Group):

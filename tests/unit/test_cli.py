@@ -21,8 +21,8 @@ from ckptfs.client import Place
 from ckptfs.errors import CkptfsError, StoreError
 from ckptfs_mount import placement
 from ckptfs_mount.cli import main, output
-from ckptfs_mount.cli.mounting import _tell_end
 from ckptfs_mount.cli.seeing import _at_risk, _show
+from ckptfs_mount.cli.unmounting import _tell_end
 from ckptfs_mount.cli.waiting import Waiting, interruptible
 from ckptfs_mount.order import EXIT_PENDING, Order, PipeReporter
 
