@@ -13,15 +13,12 @@ the socket in steps: a pack is not copied whole.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import http.client
 import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -37,6 +34,7 @@ from botocore.parsers import ResponseParserError
 
 from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbidden, RemoteUnusable
 from ckptfs.remote.base import Buffer, Listing, ObjectInfo, check_folder, check_key, check_range, is_key
+from ckptfs.remote.bodies import Body, add_md5, agrees, crc32, md5
 from ckptfs.remote.credential_files import CredentialFiles
 from ckptfs.remote.refusals import MISSING, NotOffered, RangeMissing, refusal
 
@@ -49,11 +47,11 @@ PAGE = 1000
 """Keys per listing page and per batch of deletions; the most that S3 takes."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
+"""Longest silence within a request; a store that is slow but moves is given its time."""
 LARGE_PUT_TIMEOUT_S = 300.0
 """How long a large PUT may go without an answer once its body was handed over: megabytes of it still lie in socket
 buffers then, of other PUTs too, and leave at the uplink's rate. 6 x 4 MiB in this time are 82 KiB/s."""
 _LARGE_PUT = 1 << 20
-"""Longest silence within a request; a store that is slow but moves is given its time."""
 
 _LOADER = botocore.loaders.create_loader()
 """botocore's descriptions of S3, parsed once per process: 10 MB and 0.15 s, which each session would pay again."""
@@ -288,33 +286,33 @@ class S3Store:
     def _put(self, key: str, body: memoryview, **condition: str) -> bool:
         """One PUT; whether the store's checksum of it equals ours."""
         if self._on_aws or self._crc32:
-            return self._put_with(key, body, _crc32(body), **condition)
+            return self._put_with(key, body, crc32(body), **condition)
         if self._crc32 is None and len(body) > _LARGE_PUT:
             return self._try_crc32(key, body, **condition)
-        return self._put_with(key, body, _md5(body), **condition)
+        return self._put_with(key, body, md5(body), **condition)
 
     def _try_crc32(self, key: str, body: memoryview, **condition: str) -> bool:
         """Learn, once, whether the store answers with CRC32s: a PUT with both, and another where that is refused."""
-        crc32, md5 = _crc32(body), _md5(body)
+        of_crc32, of_md5 = crc32(body), md5(body)
         try:
-            answer = self._send(key, body, crc32 | md5, **condition)
+            answer = self._send(key, body, of_crc32 | of_md5, **condition)
         except ObjectExists:
             raise
         except RemoteError as error:
             if error.temporary and not isinstance(error, RemoteForbidden):  # a proxy may drop a header that was signed
                 raise
-            verified = self._put_with(key, body, md5, **condition)  # raises where it was not the header
+            verified = self._put_with(key, body, of_md5, **condition)  # raises where it was not the header
             log.info("%s takes no CRC32 (%s); uploads carry MD5", self.url, error)
             self._crc32 = False
             return verified
-        self._crc32 = _agrees(answer, crc32)
-        return self._crc32 or _agrees(answer, md5)
+        self._crc32 = agrees(answer, of_crc32)
+        return self._crc32 or agrees(answer, of_md5)
 
     def _put_with(self, key: str, body: memoryview, checksum: dict[str, str], **condition: str) -> bool:
-        return _agrees(self._send(key, body, checksum, **condition), checksum)
+        return agrees(self._send(key, body, checksum, **condition), checksum)
 
     def _send(self, key: str, body: memoryview, checksums: dict[str, str], **condition: str) -> Any:
-        return self._call("put_object", key, Key=self._prefix + key, Body=_Body(body), **checksums, **condition)
+        return self._call("put_object", key, Key=self._prefix + key, Body=Body(body), **checksums, **condition)
 
     def _try_condition(self, key: str, body: memoryview) -> None:
         """Learn, once, whether the store honours If-None-Match or ignores it silently and replaces objects.
@@ -474,59 +472,8 @@ class S3Store:
         # "Expect: 100-continue" costs a round trip, and a second with stores that do not know it.
         client.meta.events.unregister("before-call.s3", add_expect_header)
         if not on_aws:
-            client.meta.events.register("before-call.s3.DeleteObjects", _add_md5)
+            client.meta.events.register("before-call.s3.DeleteObjects", add_md5)
         return cast("S3Client", client)
-
-
-class _Body:
-    """A buffer as a file, so that it goes to the socket in steps.
-
-    The socket's timeout while sending, which is the connect timeout, is for each `sendall` as a whole: in one, 16 MiB
-    would have to leave within seconds, and no slow uplink would ever upload a pack.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def read(self, size: int | None = -1) -> memoryview:
-        start, end = self._at, len(self._data) if size is None or size < 0 else self._at + size
-        self._at = min(end, len(self._data))
-        return self._data[start:end]
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
-        return self._at
-
-
-def _crc32(body: memoryview) -> dict[str, str]:
-    return {"ChecksumCRC32": base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()}
-
-
-def _md5(body: memoryview) -> dict[str, str]:
-    return {"ContentMD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
-
-
-def _agrees(answer: Mapping[str, Any], checksum: Mapping[str, str]) -> bool:
-    """Whether the answer to a PUT with *checksum* shows that the store computed the same.
-
-    Another ETag says nothing: not every store, nor every kind of encryption, makes it the MD5.
-    """
-    if "ChecksumCRC32" in checksum:
-        return bool(answer.get("ChecksumCRC32") == checksum["ChecksumCRC32"])
-    return str(answer.get("ETag", "")).strip('"').lower() == base64.b64decode(checksum["ContentMD5"]).hex()
-
-
-def _add_md5(params: dict[str, Any], **_: object) -> None:
-    """Give a request the Content-MD5 that older stores insist on for DeleteObjects and botocore no longer sends."""
-    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
-    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
 
 def _ahead_s(answer: Mapping[str, Any]) -> float:
