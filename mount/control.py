@@ -171,7 +171,7 @@ async def _receive(stream: trio.SocketStream) -> Request | None:
         return None
     try:
         request = json.loads(bytes(data).partition(b"\n")[0])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return request if isinstance(request, dict) else None
 

@@ -17,13 +17,12 @@ which has no last file.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-INDEX_MOST = 64 << 20
-"""Largest index file that is read; a trillion parameters make one of a few MiB."""
+INDEX_MOST = 16 << 20
+"""Largest index file that is read; a trillion parameters make one of ten MiB."""
 
 _ORBAX_TEMPORARY = re.compile(rb".*\.orbax-checkpoint-tmp").match
 _TRAINER_TEMPORARY = re.compile(rb"tmp-checkpoint-").match
@@ -33,6 +32,7 @@ _SHARD = re.compile(rb"(.+)-(\d{5,})-of-(\d{5,})\.(safetensors|bin)").fullmatch
 _LAYER = re.compile(rb"layers?[-_.]?\d+.*").fullmatch
 _NUMBER = re.compile(rb"(\d+)")
 _INDEX = re.compile(rb".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json").fullmatch
+_NAMED = re.compile(rb':\s*"([^"\\/]+\.(?:safetensors|bin))"\s*[,}]').findall
 _LOG = re.compile(rb"events\.out\.tfevents\..*|run-.*\.wandb").fullmatch
 _TELLING = re.compile(
     rb"trainer_state\.json|random_states_.*|.*\.distcp|\.metadata(\.tmp)?|_CHECKPOINT_METADATA|"
@@ -162,9 +162,9 @@ def _missing_shard(names: Collection[bytes], read: Read) -> bytes | None:
         match = _INDEX(name)
         if match:
             indexed.add(match[1])
-            for file in _named_by_index(read(name)):
-                if file not in names:
-                    return file
+            absent = _named_by_index(read(name)).difference(names)
+            if absent:
+                return min(absent)
     seen: set[tuple[bytes, bytes, bytes]] = set()
     for name in names:
         match = _SHARD(name)
@@ -180,13 +180,12 @@ def _missing_shard(names: Collection[bytes], read: Read) -> bytes | None:
     return None
 
 
-def _named_by_index(data: bytes | None) -> list[bytes]:
-    """The files that an index names; none when it cannot be read or is damaged (the shards' own numbers then count)."""
-    try:
-        weights = json.loads(data or b"{}").get("weight_map", {})
-        return sorted({file.encode() for file in weights.values() if "/" not in file})
-    except (ValueError, AttributeError, TypeError):
-        return []
+def _named_by_index(data: bytes | None) -> set[bytes]:
+    """The shards that an index names; none when it cannot be read (the shards' own numbers then count).
+
+    Looked for, not parsed: whatever a file of this name holds, that takes one pass, and no more memory than the names.
+    """
+    return set() if data is None else set(_NAMED(data, max(0, data.find(b'"weight_map"'))))
 
 
 def _deepspeed_named(name: bytes, latest: bytes | None) -> bool:

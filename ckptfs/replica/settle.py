@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import stat
 import time
 from collections.abc import Callable
@@ -386,7 +387,11 @@ class Settler:
             del self._directories[ino]
             return UNRECOGNISED
         if directory.verdict is None:
-            directory.verdict = self._judge(ino, path)
+            try:
+                directory.verdict = self._judge(ino, path)
+            except Exception:  # whatever is in it, it must not keep everything else from being published
+                log.exception("the directory %s is taken for no checkpoint", os.fsdecode(path[0][1]) if path else "/")
+                directory.verdict = UNRECOGNISED
         return directory.verdict
 
     def _judge(self, ino: Inode, path: list[tuple[Inode, bytes]]) -> Verdict:

@@ -92,7 +92,7 @@ def test_nonsense_is_hung_up_on(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with serving(tmp_path, echo=echo):
-            for data in (b"hello\n", b"[1]\n", b"\xff\xfe\n", b""):
+            for data in (b"hello\n", b"[1]\n", b"\xff\xfe\n", b"[" * 50_000 + b"\n", b""):
                 stream = await trio.open_unix_socket(str(tmp_path / "control.sock"))
                 await stream.send_all(data)
                 if not data:

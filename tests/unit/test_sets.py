@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptfs.replica.sets import is_set, is_set_name, is_telling, is_temporary_below, judge, shards
 
@@ -59,6 +62,32 @@ def test_index_names_files() -> None:
     assert verdict(b"m", {index, b"one.safetensors", b"two.safetensors"}, {index: body}).complete
     for damaged in (b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}', b"\xff\xfe"):
         assert verdict(b"m", {index}, {index: damaged}).complete
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"weight_map":' + b"[" * 1_000_000,
+        b'{"weight_map":' + b'{"a":' * 1_000_000,
+        b'{"weight_map":{' + b'"a":"' * 1_000_000,
+        b'{"weight_map":{' + b":" + b" " * 10_000_000,
+        b'{"weight_map":{' + b':"' + b"x" * 10_000_000,
+        b'{"weight_map":{"a":' + b"9" * 10_000_000 + b"}}",
+        b'{"weight_map":{"a":"../../etc/passwd.bin","b":"\\u0000.bin","c":".bin"}}',
+    ],
+    ids=range(7),
+)
+def test_hostile_index(body: bytes) -> None:
+    """Nesting, endless strings and numbers, names of elsewhere: nothing is waited for, and it takes no time."""
+    began = time.perf_counter()
+    assert verdict(b"m", {b"model.safetensors.index.json"}, {b"model.safetensors.index.json": body}).complete
+    assert time.perf_counter() - began < 2.0
+
+
+@given(st.binary(max_size=300) | st.text(alphabet='{}[]":,. \\ab', max_size=300).map(str.encode))
+def test_any_index(body: bytes) -> None:
+    """Whatever is in it, the directory gets a verdict."""
+    verdict(b"m", {b"model.safetensors.index.json"}, {b"model.safetensors.index.json": b'{"weight_map":' + body})
 
 
 def test_trainer_with_shards() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -16,6 +18,7 @@ from ckptfs.encoding.canonical import object_id
 from ckptfs.encoding.tree import Tree, encode_tree
 from ckptfs.ids import ROOT_INODE, Inode
 from ckptfs.local.catalog.cuts import Unneeded
+from ckptfs.replica import sets
 from tests.support.publishing import Machine, run
 
 SETTINGS = Settings(settle_s=5.0, max_lag_s=120.0, log_after_s=60.0)
@@ -417,6 +420,34 @@ def test_failing_cut_fails_nobody(tmp_path: Path) -> None:
         assert len(here.taken) == 1 and here.times[0] <= 5.0
 
     settling(tmp_path / "s", test)
+
+
+def test_a_directory_that_cannot_be_judged_holds_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever makes the look at one directory fail, it is published as one that is none, and so is the rest."""
+    judge = sets.judge
+
+    def strange(name: bytes, *others: Any) -> sets.Verdict:
+        if name == b"strange":
+            raise RecursionError("maximum recursion depth exceeded")
+        return judge(name, *others)
+
+    monkeypatch.setattr("ckptfs.replica.sets.judge", strange)
+
+    async def test(here: Watched) -> None:
+        await here.mkdir("strange")
+        await here.write("strange/model.safetensors.index.json", b"{}")
+        await here.mkdir("checkpoint-1")
+        await here.write("checkpoint-1/trainer_state.json", b"{}")
+        await trio.sleep(20)
+        published = set[str]().union(*(names for _, _, names in here.taken))
+        assert here.times[-1] <= 5.0 and "checkpoint-1/trainer_state.json" in published
+        assert "strange/model.safetensors.index.json" in published
+
+    with caplog.at_level(logging.ERROR):
+        settling(tmp_path / "s", test)
+    assert "strange" in caplog.text
 
 
 def test_a_rapid_series_is_not_cut_for_each_checkpoint(tmp_path: Path) -> None:
