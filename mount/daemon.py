@@ -231,6 +231,14 @@ class Daemon:
                     nursery.start_soon(self._stop_gently)
 
     async def _stop_gently(self) -> None:
+        try:
+            await self._serve_on()
+        except Exception:  # the next mount goes on with what is left
+            log.exception("stopping at once")
+        self._end_loop()
+
+    async def _serve_on(self) -> None:
+        """Return when nobody has written for a while and all is uploaded, or it is time."""
         deadline = trio.current_time() + self._settings.stop_timeout_s
         quiet_s = min(_QUIET_S, self._settings.stop_timeout_s)
         with trio.move_on_at(deadline):
@@ -243,7 +251,6 @@ class Daemon:
                         break
                     await trio.sleep(_LOOK_EVERY_S)
                 nursery.cancel_scope.cancel()
-        self._end_loop()
 
     async def _write_back(self) -> None:
         """Have the kernel hand over what was stored through maps of files that we serve: it tells nobody until then.

@@ -4,7 +4,7 @@ A flight belongs to (image, chunk's offset): everyone who needs it waits for the
 is cancelled. Flights work on a descriptor of their own, so that closing the image's never lets them write somewhere
 else. `Image.present` is the caller's object; it is updated here, on the loop, after the bytes are in the file.
 
-Who calls: the event loop's thread; `run` must be running, or every flight fails.
+Who calls: the event loop's thread; flights take off while `run` is running.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ from ckptfs.replica.chunks import ChunkFetcher, Outcome, Wanted
 from ckptfs.replica.kept import KeptChunks, Raw
 
 log = logging.getLogger(__name__)
+
+
+class Stopped(ContentUnavailable):
+    """Fetching stopped in the middle; what is asked for now comes when it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__("reading from the remote has stopped")
 
 
 class Purpose(Enum):
@@ -62,12 +69,17 @@ class Flights:
         self._flights: dict[tuple[ImageId, int], Flight] = {}
         self._quiet = trio.Event()
         self._nursery: trio.Nursery | None = None
+        self._waiting: list[tuple[ImageId, int | None, Content, dict[int, tuple[Wanted, Flight]]]] = []
+        """What is to be fetched once `run` is running, again."""
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the fetches until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                waiting, self._waiting = self._waiting, []
+                for each in waiting:
+                    nursery.start_soon(self._fetch, *each)
                 task_status.started()
                 await trio.sleep_forever()
         finally:
@@ -134,10 +146,10 @@ class Flights:
             part = {wanted.offset: (wanted, flight) for wanted, flight in begun if flight.stored is stored}
             if not part:
                 continue
+            fd = os.dup(image.fd) if stored else None
             if self._nursery is None:
-                self._fail(image.id, part, ContentUnavailable("reading from the remote has stopped"))
+                self._waiting.append((image.id, fd, content, part))
             else:
-                fd = os.dup(image.fd) if stored else None
                 self._nursery.start_soon(self._fetch, image.id, fd, content, part)
 
     async def _fetch(
@@ -146,7 +158,7 @@ class Flights:
         def landed(outcome: Outcome) -> None:
             self._landed(image, *flying.pop(outcome.wanted.offset), outcome)
 
-        error: Exception = ContentUnavailable("reading from the remote has stopped")
+        error: Exception = Stopped()
         try:
             await self._fetcher.fetch(content, [wanted for wanted, _ in flying.values()], image, fd, landed)
         except Exception as failure:

@@ -28,7 +28,7 @@ from ckptfs.reading import Reading
 from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.replica.chunks import ChunkFetcher, Wanted
-from ckptfs.replica.flights import Flight, Flights, Purpose
+from ckptfs.replica.flights import Flight, Flights, Purpose, Stopped
 from ckptfs.replica.kept import KeptChunks, Raw
 from ckptfs.replica.manifests import Manifests
 from ckptfs.replica.readahead import window_end
@@ -237,6 +237,8 @@ class Hydrator:
                     raise missed from cause
                 if flight.raw is not None and purpose is Purpose.READ:
                     held[offset] = flight.raw
+                elif isinstance(flight.error, Stopped) and not late:
+                    break  # begin another
                 elif isinstance(flight.error, OSError | ContentUnavailable):
                     raise flight.error
                 elif flight.error is not None:

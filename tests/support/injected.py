@@ -51,23 +51,35 @@ ANSWERS = {"is_plain": False, "is_sound": False, "to_read": -1, "to_write": -1, 
 """What the C module asks the operations, and what leaves a request to its handler."""
 
 INSIDE = (
+    "ckptfs.filesystem:FileSystem.unpin",
     "ckptfs.held:HeldFiles.look",
     "ckptfs.local.catalog.catalog:Catalog.sync_wal",
     "ckptfs.local.catalog.catalog:Catalog.wal_bytes",
     "ckptfs.local.groupsync:GroupSync._flush_catalog",
     "ckptfs.local.groupsync:GroupSync._flush_images",
+    "ckptfs.replica.chunks:ChunkFetcher._fetch_run",
+    "ckptfs.replica.chunks:ChunkFetcher._get_run",
+    "ckptfs.replica.chunks:ChunkFetcher.fetch",
     "ckptfs.replica.doubts:Doubts.doubted",
     "ckptfs.replica.follow:Follower.check",
-    "ckptfs.replica.publish:Publisher._step",
+    "ckptfs.replica.hydrate:Hydrator.record",
+    "ckptfs.replica.manifests:Manifests._learn",
+    "ckptfs.replica.merge:Merger.apply",
     "ckptfs.replica.publish:Publisher._put_head",
+    "ckptfs.replica.publish:Publisher._step",
+    "ckptfs.replica.puts:Puts._work",
     "ckptfs.replica.seal:Sealer._record",
     "ckptfs.replica.seal:Sealer._take",
     "ckptfs.replica.settle:Settler._blocked",
+    "ckptfs.replica.upload:Uploader._build",
     "ckptfs.replica.upload:Uploader._carry",
     "ckptfs_mount.control:ControlServer._converse",
     "ckptfs_mount.operations:Operations.changed_elsewhere",
-    "ckptfs.filesystem:FileSystem.unpin",
 )
+
+
+STOPPING = ("ckptfs_mount.daemon:Daemon._watch_writers", "ckptfs_mount.daemon:Daemon._write_back")
+"""Called when the daemon is told to end."""
 
 
 class Injected(Exception):
@@ -148,7 +160,7 @@ def inject() -> None:
     for handler in HANDLERS:
         original = inspect.unwrap(getattr(Operations, handler))
         setattr(Operations, handler, replies(failing(handler, original)))
-    for name in INSIDE:
+    for name in (*INSIDE, *STOPPING):
         kind, attribute = place(name)
         setattr(kind, attribute, failing(name, getattr(kind, attribute)))
     for name in TASKS:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from ckptfs.config import Tuning
 from ckptfs.encoding.canonical import object_id, seal_object
@@ -509,6 +510,44 @@ def test_a_pack_in_doubt(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run(disk, test)
     assert [record.levelname for record in caplog.records if lost in record.message] == ["ERROR"]
+
+
+def test_a_reader_waits_while_fetching_begins_anew(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was on its way when fetching failed, and what is asked for before it goes on, is delivered after all."""
+    data = noise(2 * PIECE)
+    row = disk.publish(data)
+    get, release, held = disk.remote.get, threading.Event(), threading.Event()
+
+    def late(key: str, start: int = 0, end: int | None = None) -> bytes:
+        if key.startswith("packs/") and not release.is_set():
+            held.set()
+            release.wait(10)
+        return get(key, start, end)
+
+    monkeypatch.setattr(disk.remote, "get", late)
+
+    async def main() -> None:
+        found: list[bytes] = []
+
+        async def read(image: Image, content: Content, at: int) -> None:
+            found.append(await disk.hydrator.read(image, content, at, at + PIECE))
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as readers:
+                async with disk.running():
+                    image, content = await disk.sparse(row)
+                    readers.start_soon(read, image, content, 0)
+                    await trio.to_thread.run_sync(held.wait)
+                readers.start_soon(read, image, content, PIECE)
+                await trio.testing.wait_all_tasks_blocked()
+                assert found == []
+                release.set()
+                async with disk.running():
+                    while len(found) < 2:
+                        await trio.sleep(0.01)
+        assert sorted(found) == sorted([data[:PIECE], data[PIECE:]])
+
+    trio.run(main)
 
 
 def test_requests_that_never_return_do_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
