@@ -74,16 +74,16 @@ class Flights:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the fetches until cancelled."""
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                waiting, self._waiting = self._waiting, []
-                for each in waiting:
-                    nursery.start_soon(self._fetch, *each)
-                task_status.started()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                nursery.start_soon(self._fetch, *each)
+            task_status.started()
+            try:
                 await trio.sleep_forever()
-        finally:
-            self._nursery = None
+            finally:
+                self._nursery = None  # before those who wait hear of it
 
     @property
     def is_quiet(self) -> bool:
