@@ -188,6 +188,7 @@ class FileSystem:
         self.store.sync.created(image.id)
         fh = self.files.create(ino, image, flags, privileged=caller.uid == 0)
         self._listener.entry_changed(parent, name)
+        await self._sync_if_asked(fh)
         return fh, self.attributes(self._names.inode(ino))
 
     async def mknod(self, parent: Inode, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
@@ -322,7 +323,18 @@ class FileSystem:
         reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_TRUNC
         if reads and self._accessed(self._names.inode(ino)) and self.files.handle(fh).file.backing is None:
             self.on_accessed(ino)
+        await self._sync_if_asked(fh)
         return fh
+
+    async def _sync_if_asked(self, fh: int) -> None:
+        """With O_SYNC and O_DSYNC the name is durable from here on, since the kernel may write the bytes by itself."""
+        if self.files.handle(fh).syncs:
+            try:
+                await self.files.fsync(fh)
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await self.release(fh)
+                raise
 
     async def release(self, fh: int) -> None:
         file = await self.files.release(fh)

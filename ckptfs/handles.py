@@ -130,3 +130,8 @@ class Handle:
     @property
     def writes(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def syncs(self) -> bool:
+        """Whether each write is durable when it returns (O_SYNC, O_DSYNC)."""
+        return self.writes and bool(self.flags & os.O_DSYNC)

@@ -318,8 +318,9 @@ class OpenFiles:
 
     def to_write(self, fh: int) -> int:
         """The descriptor of the image that may be written at once, at the same offset (then `wrote`); else -1."""
-        file = self._handles[fh].file
-        return file.image.fd if file.modified and file.manifest is None else -1
+        handle = self._handles[fh]
+        file = handle.file
+        return file.image.fd if file.modified and file.manifest is None and not handle.syncs else -1
 
     def wrote(self, handle: Handle, offset: int) -> None:
         """Bytes at *offset* were written through *handle*."""
@@ -349,6 +350,8 @@ class OpenFiles:
                 else:
                     raise
         self.wrote(handle, offset)
+        if handle.syncs:
+            await self.fsync(fh)
         return written
 
     def seek(self, fh: int, offset: int, *, hole: bool) -> int:

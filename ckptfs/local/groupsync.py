@@ -125,18 +125,21 @@ class GroupSync:
             raise OSError(errno.EIO, f"flushing the catalog failed: {waiting.error}")
 
     async def run(self, every_s: float) -> None:
-        """Serve rounds until cancelled."""
+        """Serve rounds until cancelled: those that somebody asks for, and one over everything each *every_s*."""
+        due = trio.current_time() + every_s
         while True:
-            with trio.move_on_after(every_s):
+            with trio.move_on_at(due):
                 await self._wanted.wait()
-            asked = self._wanted.is_set()
-            if asked:  # nobody waits for a deletion, and others will follow: one flush for all
+            if self._wanted.is_set():  # nobody waits for a deletion, and others will follow: one flush for all
                 with trio.move_on_after(_GATHER_S):
                     await self._hurry.wait()
-            self._wanted, self._hurry = trio.Event(), trio.Event()
-            if not asked:  # the unasked round takes everything
+                self._wanted, self._hurry = trio.Event(), trio.Event()
+                await self._serve()
+            if trio.current_time() >= due:  # however often somebody asks for something else
+                self._wanted, self._hurry = trio.Event(), trio.Event()
                 self._next.images.update(self._dirty)
-            await self._serve()
+                await self._serve()
+                due = trio.current_time() + every_s
 
     async def flush(self) -> None:
         """Rounds over everything dirty, for a clean stop. Use when `run` is not running."""

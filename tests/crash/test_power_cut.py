@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -21,6 +23,7 @@ import ckptfs.local.store
 from ckptfs.attributes import Caller
 from ckptfs.encoding.keys import HEADS
 from ckptfs.engine import Engine
+from ckptfs.errors import AttributeMissing
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import ROOT_INODE, Inode
 from ckptfs.local.store import Store
@@ -31,7 +34,7 @@ from tests.support.consistency import problems
 from tests.support.mounts import TINY, Site
 from tests.support.objects import Dependents
 from tests.support.powercut import Replay
-from tests.support.promises import Promises
+from tests.support.promises import FLUSHES, Mark, Promises, link_bytes
 from tests.support.testdisk import TestDisk
 
 SYNC_EVERY_S = 0.2
@@ -48,16 +51,29 @@ def disk(tmp_path: Path) -> Iterator[TestDisk]:
         yield made
 
 
+def some_flush(chance: random.Random) -> str:
+    return chance.choice(FLUSHES) if chance.random() < 0.35 else ""
+
+
 class Run:
     """Saves that were written down."""
 
-    def __init__(self, tmp_path: Path, disk: TestDisk, seed: int, steps: int, *options: str) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        disk: TestDisk,
+        seed: int,
+        steps: int,
+        *options: str,
+        tuning: dict[str, Any] = TUNING,
+        unasked_s: float = UNASKED_S,
+    ) -> None:
         self.random = random.Random(seed)
         disk.directory("remote")
         with Site(tmp_path) as site:
-            site.store = disk.store(TUNING)
+            site.store = disk.store(tuning)
             site.mount("--remote", f"file://{disk.top}/remote", "--settle", "50ms", "--lag", "100ms", *options)
-            self.promises = Promises(site.mountpoint, disk.position, UNASKED_S)
+            self.promises = Promises(site.mountpoint, disk.position, unasked_s)
             for step in range(steps):
                 self._step(site.mountpoint, disk, step)
             self.promises.rest(time.sleep)
@@ -67,9 +83,9 @@ class Run:
 
     def _step(self, root: Path, disk: TestDisk, step: int) -> None:
         promises, chance = self.promises, self.random
-        data, fsync = chance.randbytes(chance.randrange(90_000)), chance.random() < 0.3
-        files = [path for path, data in promises.now().items() if data]
-        match chance.randrange(12):
+        data, fsync = chance.randbytes(chance.randrange(90_000)), some_flush(chance)
+        files = [path for path, data in promises.now().items() if data and not path.startswith("symlink-")]
+        match chance.randrange(16):
             case 0 | 1 | 2:
                 self._checkpoint(step)
             case 3:
@@ -98,6 +114,14 @@ class Run:
                 promises.write(f"file-{step}", data, fsync=fsync)
                 time.sleep(0.3)
                 disk.free_bytes(None)
+            case 12 if files:
+                promises.append_twice(chance.choice(files), data[:20_000], data[20_000:40_000])
+            case 13 if files:
+                promises.mark(chance.choice(files), chance.choice((0o600, 0o640, 0o755)), b"%d" % step)
+            case 14:
+                promises.make_link(f"symlink-{step}", f"to-{step}")
+            case 15 if files:
+                promises.add_name(chance.choice(files), f"link-{step}")
         if chance.random() < 0.2:
             promises.fsync_directory()
         time.sleep(chance.choice((0.0, 0.0, 0.05, 0.3)))
@@ -107,9 +131,9 @@ class Run:
         promises.make_directory(f"tmp-{step}")
         for shard in range(chance.randrange(1, 4)):
             data = chance.randbytes(chance.randrange(60_000))
-            promises.write(f"tmp-{step}/shard-{shard}", data, fsync=chance.random() < 0.3)
+            promises.write(f"tmp-{step}/shard-{shard}", data, fsync=some_flush(chance))
         promises.rename(f"tmp-{step}", f"step-{step}")
-        promises.write("latest.tmp", b"step-%d" % step, fsync=chance.random() < 0.3)
+        promises.write("latest.tmp", b"step-%d" % step, fsync=some_flush(chance))
         promises.rename("latest.tmp", "latest")
         if chance.random() < 0.5:
             promises.fsync_directory()
@@ -138,7 +162,7 @@ def after(left: Path, promises: Promises, position: int, until: int | None = Non
     """Everything that is wrong with what is *left* on the disk; for the others see `Promises.check`."""
     replicated = (left / "remote").is_dir()
     wrong = unreachable(left / "remote")
-    found: list[dict[str, bytes | None]] = []
+    found: list[tuple[dict[str, bytes | None], dict[str, Mark]]] = []
 
     async def mount() -> None:
         store = Store.open(left / "store")
@@ -160,7 +184,7 @@ def after(left: Path, promises: Promises, position: int, until: int | None = Non
         patch.setattr(ckptfs.local.store, "_boot", lambda: "another")
         patch.setattr(Store, "_place", lambda self: self.catalog.get_setting("place"))
         trio.run(mount)
-    wrong += promises.check(found[0], position, until)
+    wrong += promises.check(found[0][0], position, until, found[0][1])
     if found[0] != found[1]:
         wrong.append("sealing or uploading changed what is there")
     wrong += [each for each in problems(left / "store") if "is in lost+found" not in each]
@@ -185,23 +209,36 @@ def unreachable(remote: Path) -> list[str]:
     return [f"{key} is missing" for key in objects.spans if not (remote / key).is_file()]
 
 
-async def read_tree(filesystem: FileSystem) -> dict[str, bytes | None]:
+async def read_tree(filesystem: FileSystem) -> tuple[dict[str, bytes | None], dict[str, Mark]]:
+    """What each path holds, and the marks of files."""
     found: dict[str, bytes | None] = {}
+    marks: dict[str, Mark] = {}
 
     async def walk(directory: Inode, path: str) -> None:
         for name, ino in await filesystem.entries(directory):
             child = f"{path}{name.decode()}"
             attributes = await filesystem.getattr(ino)
-            if attributes.mode & 0o170000 == 0o040000:
+            if stat.S_ISDIR(attributes.mode):
                 found[child] = None
                 await walk(ino, f"{child}/")
                 continue
+            if stat.S_ISLNK(attributes.mode):
+                found[child] = link_bytes((await filesystem.readlink(ino)).decode())
+                continue
+            marks[child] = (stat.S_IMODE(attributes.mode), attribute(filesystem, ino))
             fh = await filesystem.open(ino, os.O_RDONLY, Caller(0, 0))
             found[child] = await filesystem.files.read(fh, 0, attributes.size + 1)
             await filesystem.release(fh)
 
     await walk(ROOT_INODE, "")
-    return found
+    return found, marks
+
+
+def attribute(filesystem: FileSystem, ino: Inode) -> bytes:
+    try:
+        return filesystem.xattrs.get(ino, b"user.mark")
+    except AttributeMissing:
+        return b""
 
 
 @pytest.mark.timeout(120)
@@ -220,3 +257,10 @@ def test_what_was_promised_survives_many_power_cuts(
     """The same at 500 moments of ten series."""
     cuts = int(os.environ.get("CKPTFS_CUTS", "500")) // 10
     Run(tmp_path, disk, seed, 60, "--passthrough", passthrough).cut(tmp_path, disk.log, cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_was_closed_five_seconds_ago_survives_power_cuts(tmp_path: Path, disk: TestDisk) -> None:
+    """With the pauses that everybody has."""
+    Run(tmp_path, disk, 8, 40, tuning=TINY, unasked_s=5.0).cut(tmp_path, disk.log, 100)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.test_power_cut import after
+from tests.crash.test_power_cut import after, some_flush
 from tests.support.consistency import problems
 from tests.support.disks import reflinked_disk, small_disk
 from tests.support.mounts import TINY, Site, until
@@ -43,7 +43,7 @@ def save_until(stop: threading.Event, promises: Promises, chance: random.Random,
     step = 0
     while not stop.is_set():
         step += 1
-        fsync = chance.random() < 0.3
+        fsync = some_flush(chance)
         data = frozen + chance.randbytes(chance.randrange(400_000))
         match chance.randrange(5):
             case 0:

@@ -3,8 +3,8 @@
 A `Promises` makes the calls itself and notes each with the position of the disk's log before and after it
 (`tests.support.testdisk`). `check` then says whether a tree that was found after a cut at some position can be:
 
-- the names are those of one moment, not before the last one that an fsync, or the time that unasked flushes take, made
-  durable, and not after the cut;
+- the names, modes and attributes are those of one moment, not before the last one that an fsync, or the time that
+  unasked flushes take, made durable, and not after the cut;
 - a file has one of its versions since the last durable one. What a durable version was replaced by, renamed over it or
   written into the emptied file, is there whole or not at all; a new file, or one that was changed in place, may have
   any of the bytes that were written, and zeros where none are.
@@ -12,15 +12,22 @@ A `Promises` makes the calls itself and notes each with the position of the disk
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 Names = dict[str, "File | None"]
 """Path -> the file; None for a directory."""
+Mark = tuple[int, bytes]
+"""Permissions, and the extended attribute `user.mark`."""
+UNMARKED: Mark = (0o644, b"")
+_SYNC_FLAGS = {"O_SYNC": os.O_SYNC, "O_DSYNC": os.O_DSYNC}
+FLUSHES = ("fsync", "fdatasync", "msync", "O_SYNC", "O_DSYNC")
+"""How a program makes durable what it writes; the last two with each write."""
 
 
 @dataclass
@@ -53,6 +60,13 @@ class _Moment:
     names: Names
     over: dict[str, list[tuple[int, File]]]
     """Path -> the files that were renamed over there, and where the log was before that, the newest last."""
+    marks: dict[File, Mark] = field(default_factory=dict)
+
+
+    def marks_of(self, path: str) -> list[Mark]:
+        """Of the file there, and of those that may come back."""
+        files = [self.names[path], *(file for _, file in self.over.get(path, ()))]
+        return [self.marks.get(file, UNMARKED) for file in files if file is not None]
 
 
 @dataclass(frozen=True)
@@ -75,27 +89,39 @@ class Promises:
 
     # Calls
 
-    def write(self, path: str, data: bytes, *, fsync: bool = False, step: int = 30_000) -> None:
-        """Create, or empty and write anew."""
+    def write(self, path: str, data: bytes, *, fsync: str = "", step: int = 30_000) -> None:
+        """Create, or empty and write anew; *fsync* is "" or one of `FLUSHES`, as everywhere."""
         file = self._names.get(path)
         began = self._position()
-        fd = os.open(self._root / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        flags = os.O_RDWR if fsync == "msync" else os.O_WRONLY
+        fd = os.open(self._root / path, flags | _SYNC_FLAGS.get(fsync, 0) | os.O_CREAT | os.O_TRUNC, 0o644)
         if file is None:
             file = File([Version(b"", began, 0)])
             self._name(began, {path: file})
         else:
             file.versions.append(Version(b"", began, len(file.versions)))
-        self._fill(fd, file, data, step)
+        self._fill(fd, file, data, step, fsync)
         self._close(fd, file, fsync)
 
-    def append(self, path: str, data: bytes, *, fsync: bool = False) -> None:
+    def append(self, path: str, data: bytes, *, fsync: str = "") -> None:
+        flags = os.O_RDWR if fsync == "msync" else os.O_WRONLY
+        fd = os.open(self._root / path, flags | os.O_APPEND | _SYNC_FLAGS.get(fsync, 0))
+        file = self._file(path)
+        self._fill(fd, file, data, 10_000, fsync)
+        self._close(fd, file, fsync)
+
+    def append_twice(self, path: str, data: bytes, more: bytes) -> None:
+        """With an fsync in between, and none at the end."""
         fd = os.open(self._root / path, os.O_WRONLY | os.O_APPEND)
         file = self._file(path)
         self._fill(fd, file, data, 10_000)
-        self._close(fd, file, fsync)
+        file.versions[-1].finished = True
+        self._flush(fd, file, "fsync")
+        self._fill(fd, file, more, 10_000)
+        self._close(fd, file, "")
 
-    def overwrite(self, path: str, offset: int, data: bytes, *, fsync: bool = False) -> None:
-        fd = os.open(self._root / path, os.O_RDWR)
+    def overwrite(self, path: str, offset: int, data: bytes, *, fsync: str = "") -> None:
+        fd = os.open(self._root / path, os.O_RDWR | _SYNC_FLAGS.get(fsync, 0))
         file = self._file(path)
         before, began = file.versions[-1], self._position()
         os.pwrite(fd, data, offset)
@@ -114,7 +140,34 @@ class Promises:
             over[new] = [*over.get(new, ()), (began, replaced)]
         for path in [each for each in names if each == old or each.startswith(f"{old}/")]:
             names[new + path[len(old) :]] = names.pop(path)
-        self._moments.append(_Moment(began, names, over))
+        self._moments.append(replace(moment, began=began, names=names, over=over))
+
+    def make_link(self, path: str, target: str) -> None:
+        """A symbolic link: what it says is there with its name."""
+        began = self._position()
+        os.symlink(target, self._root / path)
+        file = File([Version(link_bytes(target), began, 0, finished=True)], [(0, 0)])
+        self._name(began, {path: file})
+
+    def add_name(self, old: str, new: str) -> None:
+        """A hard link, under a name that is free."""
+        began = self._position()
+        os.link(self._root / old, self._root / new, follow_symlinks=False)
+        self._name(began, {new: self._file(old)})
+
+    def mark(self, path: str, mode: int, attribute: bytes) -> None:
+        """Change the permissions of a file, and then an extended attribute."""
+        file = self._file(path)
+        for change in (0, 1):
+            began, moment = self._position(), self._moments[-1]
+            mark = moment.marks.get(file, UNMARKED)
+            if change == 0:
+                os.chmod(self._root / path, mode)
+                mark = (mode, mark[1])
+            else:
+                os.setxattr(self._root / path, "user.mark", attribute)
+                mark = (mark[0], attribute)
+            self._moments.append(replace(moment, began=began, marks={**moment.marks, file: mark}))
 
     def make_directory(self, path: str) -> None:
         began = self._position()
@@ -129,7 +182,8 @@ class Promises:
         (os.rmdir if self._names[path] is None else os.unlink)(self._root / path)
         names, moment = dict(self._names), self._moments[-1]
         del names[path]
-        self._moments.append(_Moment(began, names, {p: f for p, f in moment.over.items() if p != path}))
+        over = {each: files for each, files in moment.over.items() if each != path}
+        self._moments.append(replace(moment, began=began, names=names, over=over))
 
     def fsync_directory(self, path: str = "") -> None:
         moment = len(self._moments) - 1
@@ -157,10 +211,17 @@ class Promises:
 
     # Checking
 
-    def check(self, found: Mapping[str, bytes | None], position: int, until: int | None = None) -> list[str]:
+    def check(
+        self,
+        found: Mapping[str, bytes | None],
+        position: int,
+        until: int | None = None,
+        marks: Mapping[str, Mark] | None = None,
+    ) -> list[str]:
         """What is wrong with *found*, path -> bytes or None for a directory, after a cut at *position*.
 
-        With *until*, the cut was somewhere from *position* to there.
+        With *until*, the cut was somewhere from *position* to there. *marks* are those of the files that were found; a
+        symbolic link is a file that holds `link_bytes`.
         """
         cut = _Cut(position, position if until is None else until)
         least = max((moment for where, moment in self._durable if where <= position), default=0)
@@ -171,6 +232,11 @@ class Promises:
                 continue
             if any((moment.names[path] is None) != (data is None) for path, data in found.items()):
                 continue
+            if marks is not None:
+                unlike = [path for path, mark in marks.items() if mark not in moment.marks_of(path)]
+                if unlike:
+                    wrong = [f"{unlike[0]} has {marks[unlike[0]]}, the last such moment {moment.marks_of(unlike[0])}"]
+                    continue
             wrong = [
                 f"{path} has {len(data)} bytes that it cannot have; {self._history(moment, path, data)}"
                 for path, data in found.items()
@@ -225,23 +291,48 @@ class Promises:
     def _name(self, began: int, new: Names) -> None:
         moment = self._moments[-1]
         over = {path: files for path, files in moment.over.items() if path not in new}
-        self._moments.append(_Moment(began, {**moment.names, **new}, over))
+        self._moments.append(replace(moment, began=began, names={**moment.names, **new}, over=over))
 
-    def _fill(self, fd: int, file: File, data: bytes, step: int) -> None:
+    def _fill(self, fd: int, file: File, data: bytes, step: int, flush: str = "") -> None:
         for at in range(0, len(data), step):
-            before, began = file.versions[-1], self._position()
+            before, began, moment = file.versions[-1], self._position(), len(self._moments) - 1
             os.write(fd, data[at : at + step])
             file.versions.append(Version(before.data + data[at : at + step], began, before.first))
+            if flush in _SYNC_FLAGS:
+                self._durable_now(file, moment)
 
-    def _close(self, fd: int, file: File, fsync: bool) -> None:
+    def _close(self, fd: int, file: File, fsync: str) -> None:
         file.versions[-1].finished = True
-        if fsync:
-            moment = len(self._moments) - 1
-            os.fsync(fd)
-            here = self._position()
-            file.durable.append((here, len(file.versions) - 1))
-            self._durable.append((here, moment))
+        self._flush(fd, file, fsync)
         os.close(fd)
+
+    def _flush(self, fd: int, file: File, how: str) -> None:
+        moment = len(self._moments) - 1
+        if how == "msync":
+            if not file.versions[-1].data:
+                return  # nothing to map
+            with mmap.mmap(fd, 0) as mapped:
+                mapped[0] = mapped[0]
+                mapped.flush()
+            # The bytes alone: that a file which was emptied has them is in the catalog.
+            here, first = self._position(), file.versions[-1].first
+            if first == 0 or file.promised(here) >= first:
+                file.durable.append((here, len(file.versions) - 1))
+        elif how in ("fsync", "fdatasync"):
+            getattr(os, how)(fd)
+            self._durable_now(file, moment)
+        elif how:
+            self._durable_now(file, moment)
+
+    def _durable_now(self, file: File, moment: int) -> None:
+        here = self._position()
+        file.durable.append((here, len(file.versions) - 1))
+        self._durable.append((here, moment))
+
+
+def link_bytes(target: str) -> bytes:
+    """How a symbolic link is told from a file with bytes."""
+    return b"-> " + target.encode()
 
 
 def _is_version(file: File, data: bytes, cut: _Cut, protected: bool) -> bool:
