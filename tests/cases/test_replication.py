@@ -220,6 +220,8 @@ class Wholes(Poller):
 
     def look(self) -> None:
         for name in os.listdir(self.base):
+            if self.is_ending:
+                return
             data = (self.base / name).read_bytes()
             self.looks += 1
             if data != self.expected[name]:

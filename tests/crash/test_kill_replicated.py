@@ -72,7 +72,10 @@ def converge(near: Site, far: Site) -> None:
     different: list[str] = []
 
     def same() -> bool:
-        different[:] = differences(read_tree(near.mountpoint), read_tree(far.mountpoint))
+        try:
+            different[:] = differences(read_tree(near.mountpoint), read_tree(far.mountpoint))
+        except FileNotFoundError:  # the news arrived between listing and reading
+            return False
         return not different
 
     try:

@@ -29,6 +29,12 @@ class Poller:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(60)
+        assert not self._thread.is_alive(), "a look does not end"
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a long look may stop here."""
+        return self._stop.is_set()
 
     def _run(self) -> None:
         while not self._stop.wait(self.pause_s) and not self.is_done():
