@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -270,27 +272,80 @@ def test_wrong_credentials_heal_with_right_ones(machines: Machines) -> None:
     until(lambda: ckptfs.status(top)["safe"], "everything to be replicated", 30)
 
 
+class Dead:
+    """A machine whose remote went silent: *readers* wait for files of "d" already, and another, "held", is open."""
+
+    def __init__(self, machines: Machines, readers: int, *options: str) -> None:
+        top = machines.mount(machines.site("writer"))
+        (top / "d").mkdir()
+        for name in [*map(str, range(readers)), "held"]:
+            (top / "d" / name).write_bytes(os.urandom(5000))
+        assert ckptfs.wait(top, "replicated", 60)
+        way = machines.proxy()
+        self.site = machines.site("reader", by=way)
+        self.top = machines.mount(self.site, "--read-timeout", f"{READ_TIMEOUT_S:.0f}s", *options)
+        assert len(os.listdir(self.top / "d")) == readers + 1
+        self._held = os.open(self.top / "d" / "held", os.O_RDONLY)
+        way.faults = Faults(mode="black_hole")
+        self.readings = [Reading(self.top / "d" / f"{number}") for number in range(readers)]
+        for each in self.readings:
+            each.start()
+
+    @contextmanager
+    def blocked(self) -> Iterator[subprocess.Popen[bytes]]:
+        """A program that waits within read(2); it alone has "held" open."""
+        with subprocess.Popen("cat", stdin=self._held, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as reader:
+            os.close(self._held)
+            try:
+                until(lambda: is_reading(reader.pid), "cat to wait in read(2)", 10)
+                yield reader
+            finally:
+                reader.kill()
+
+
+def is_reading(pid: int) -> bool:
+    """Whether *pid* sleeps in a system call on its standard input."""
+    return Path(f"/proc/{pid}/syscall").read_text().split()[1:2] == ["0x0"]
+
+
 def test_many_readers_of_a_dead_remote(machines: Machines) -> None:
-    """Twenty readers wait for the remote and get EIO; beside them ls, stat and df answer."""
-    writer, way = machines.site("writer"), machines.proxy()
-    top = machines.mount(writer)
-    (top / "d").mkdir()
-    for number in range(20):
-        (top / "d" / f"{number}").write_bytes(os.urandom(5000))
-    assert ckptfs.wait(top, "replicated", 60)
-    there = machines.mount(machines.site("reader", by=way), "--read-timeout", "3s")
-    assert len(os.listdir(there / "d")) == 20
-    way.faults = Faults(mode="black_hole")
-    readings = [Reading(there / "d" / f"{number}") for number in range(20)]
-    for each in readings:
-        each.start()
-    for _ in range(5):
-        with within(6, "ls, stat and df beside 20 waiting readers"):
-            assert len(os.listdir(there / "d")) == 20
-            assert (there / "d" / "7").stat().st_size == 5000
-            os.statvfs(there)
-    for each in readings:
+    """Twenty readers wait for the remote and get EIO; beside them ls, stat, df and saves go on, and SIGKILL ends one
+    within read(2), at the latest when that would have given up."""
+    dead = Dead(machines, 20)
+    there = dead.top
+    with dead.blocked() as reader:
+        for round_ in range(5):
+            with within(6, "ls, stat, df and a save beside 20 waiting readers"):
+                assert len(os.listdir(there / "d")) == 21
+                assert (there / "d" / "7").stat().st_size == 5000
+                os.statvfs(there)
+                save(there, round_)
+                assert (there / f"step-{round_}" / "shard-7").stat().st_size == 9000
+            if round_ == 0:
+                reader.kill()
+                killed_s = time.monotonic()
+        assert reader.wait(60) == -signal.SIGKILL
+        assert time.monotonic() - killed_s < READ_TIMEOUT_S + LOCAL_S / 2, "a killed reader stays"
+    for each in dead.readings:
         each.check(b"", "fail")
+
+
+def test_leaving_a_dead_remote_with_readers(machines: Machines) -> None:
+    """umount says in one line who reads, and SIGTERM ends the mount and their reads; neither waits for the remote."""
+    dead = Dead(machines, 20, "--stop-timeout", "1s")
+    with dead.blocked() as reader:
+        with within(LOCAL_S, "a refused umount"):
+            done = dead.site.run("umount", str(dead.top))
+        assert done.status == 1 and len(done.said.splitlines()) == 1, done.said
+        assert f"{dead.top} is in use by pid {reader.pid} (cat: {dead.top}/d/held)" in done.said
+        os.kill(dead.site.pid(), signal.SIGTERM)
+        with within(LOCAL_S, "the end of the daemon"):
+            assert dead.site.gone(60)
+        assert not is_mounted(dead.top)
+        assert reader.wait(10) == 1
+    for each in dead.readings:
+        each.join(10)
+        assert isinstance(each.result, int), f"reading {each.path} hangs, or came to {each.result!r}"
 
 
 def test_a_remote_that_is_slow_to_answer_does_not_slow_lookups(machines: Machines) -> None:
