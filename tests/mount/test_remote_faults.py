@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import pytest
@@ -32,6 +33,8 @@ GET, PUT = frozenset({"GET"}), frozenset({"PUT"})
 READ_TIMEOUT_S = 3.0
 LOCAL_S = 15.0
 """A local operation that takes longer waits for the remote; the machine is busy with other tests."""
+SAVES = 5
+"""Before anything goes wrong, and again meanwhile: these take no longer."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ def within(seconds: float, what: str) -> Iterator[None]:
     assert taken < seconds, f"{what} took {taken:.1f} s"
 
 
-def save(base: Path, round_: int) -> None:
+def save(base: Path, round_: int) -> float:
+    """A save as trainers make it; the seconds that it took."""
+    started = time.monotonic()
     directory = base / f"tmp-{round_}"
     directory.mkdir()
     for number in range(8):
@@ -90,6 +95,7 @@ def save(base: Path, round_: int) -> None:
             os.fsync(file.fileno())
     directory.rename(base / f"step-{round_}")
     (base / "latest").write_text(f"step-{round_}")
+    return time.monotonic() - started
 
 
 class Reading(threading.Thread):
@@ -135,7 +141,7 @@ class World:
             (self.elsewhere / "early" / f"{number}").write_bytes(data)
         assert ckptfs.wait(self.elsewhere, "replicated", 60)
         self.top, self.there = machines.mount(self.site), machines.mount(self.reader, "--read-only")
-        save(self.top, 0)
+        self.usual_s = median(save(self.top, round_) for round_ in range(SAVES))
         assert ckptfs.wait(self.top, "replicated", 60)
         until((self.there / "latest").exists, "the first save to be seen")
         for top in (self.top, self.there):
@@ -157,9 +163,10 @@ class World:
         readings = [Reading(top / "early" / "0") for top in (self.top, self.there)]
         for reading in readings:
             reading.start()
-        for round_ in range(1, 4):
+        taken_s = []
+        for round_ in range(SAVES, 2 * SAVES):
             with within(LOCAL_S, "a save"):
-                save(self.top, round_)
+                taken_s.append(save(self.top, round_))
             with within(LOCAL_S, "ls, stat and rename"):
                 assert {f"step-{each}" for each in range(round_ + 1)} <= set(os.listdir(self.top))
                 assert (self.top / f"step-{round_}" / "shard-3").stat().st_size == 9000
@@ -168,6 +175,7 @@ class World:
                     assert (top / "early" / "1").stat().st_size == 60_000
                 (self.top / "early" / "2").rename(self.top / "early" / "3")
                 (self.top / "early" / "3").rename(self.top / "early" / "2")
+        assert median(taken_s) < 5 * self.usual_s + 0.2, f"saves took {taken_s} s, {self.usual_s} s before"
         with within(LOCAL_S, "df"):
             assert os.statvfs(self.top).f_blocks > 0
         self.says(self.site, fault.says)
@@ -234,7 +242,7 @@ def test_a_bucket_that_is_deleted_and_made_anew(machines: Machines, seaweed: Sea
     assert not ckptfs.status(world.top)["safe"] and ckptfs.status(world.top)["newest_safe_set"] is None
     seaweed.create_named_bucket(bucket.name)
     until(lambda: "not the remote that this store" in ckptfs.status(world.top)["last_error"], "this to be told")
-    save(world.top, 4)
+    save(world.top, 2 * SAVES)
     time.sleep(1.0)  # several attempts
     assert remote.list("").objects == ()
     for key, data in sorted(held.items(), key=lambda each: each[0].startswith("heads/")):
