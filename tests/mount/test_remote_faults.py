@@ -19,10 +19,17 @@ from typing import Literal
 import pytest
 
 import ckptfs
+from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.keys import manifest_key, pack_key
+from ckptfs.encoding.manifest import decode_manifest
+from ckptfs.encoding.tree import Entry
+from ckptfs.errors import ObjectMissing
 from ckptfs.remote.open import open_remote
+from ckptfs.replica.browse import RemoteView
 from tests.conftest import Bucket
 from tests.support.machines import Machines, same_soon
 from tests.support.mounts import TINY, Site, is_mounted, until
+from tests.support.polling import Poller
 from tests.support.proxy import Faults
 from tests.support.seaweed import ACCESS_KEY, Seaweed
 
@@ -135,17 +142,25 @@ class World:
         self.site = machines.site("saver", by=self.way, settings=settings)
         self.reader = machines.site("reader", by=self.way, settings=settings)
         self.elsewhere = machines.mount(machines.site("elsewhere"))
+        self.remote = open_remote(machines.url, environment=machines.environment)
+        self.saved: list[int] = []
+        """Rounds of which every call returned."""
         self.early = [os.urandom(60_000) for _ in range(3)]
         (self.elsewhere / "early").mkdir()
         for number, data in enumerate(self.early):
             (self.elsewhere / "early" / f"{number}").write_bytes(data)
         assert ckptfs.wait(self.elsewhere, "replicated", 60)
         self.top, self.there = machines.mount(self.site), machines.mount(self.reader, "--read-only")
-        self.usual_s = median(save(self.top, round_) for round_ in range(SAVES))
+        self.usual_s = median(self.save(round_) for round_ in range(SAVES))
         assert ckptfs.wait(self.top, "replicated", 60)
         until((self.there / "latest").exists, "the first save to be seen")
         for top in (self.top, self.there):
             assert sorted(os.listdir(top / "early")) == ["0", "1", "2"]
+
+    def save(self, round_: int) -> float:
+        taken_s = save(self.top, round_)
+        self.saved.append(round_)
+        return taken_s
 
     def says(self, site: Site, pattern: str | None) -> None:
         """Status gives the reason, in both its forms, and so does the log."""
@@ -166,7 +181,7 @@ class World:
         taken_s = []
         for round_ in range(SAVES, 2 * SAVES):
             with within(LOCAL_S, "a save"):
-                taken_s.append(save(self.top, round_))
+                taken_s.append(self.save(round_))
             with within(LOCAL_S, "ls, stat and rename"):
                 assert {f"step-{each}" for each in range(round_ + 1)} <= set(os.listdir(self.top))
                 assert (self.top / f"step-{round_}" / "shard-3").stat().st_size == 9000
@@ -197,6 +212,42 @@ class World:
         same_soon(self.top, self.there)
 
 
+class Truth(Poller):
+    """Asks status all the time, and looks on the remote, past what goes wrong, whenever that says "safe"."""
+
+    pause_s = 0.05
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.calm = 0
+        """How often status said that everything was safe."""
+        self.lies: list[str] = []
+        """Files that had been saved before it said so, and that another machine could not have read then."""
+
+    def look(self) -> None:
+        saved = list(self._world.saved)
+        if not ckptfs.status(self._world.top)["safe"]:
+            return
+        shown = dict(RemoteView(self._world.remote).walk(b"/"))
+        for round_ in saved:
+            for number in range(8):
+                path = f"step-{round_}/shard-{number}"
+                if not self._is_readable(shown.get(os.fsencode(path))):
+                    self.lies.append(path)
+        self.calm += 1
+
+    def _is_readable(self, entry: Entry | None) -> bool:
+        if entry is None or entry.size != 9000 or entry.manifest is None:
+            return False
+        remote, body = self._world.remote, entry.manifest_body
+        try:
+            body = body or open_object(remote.get(manifest_key(entry.manifest)), entry.manifest)
+        except ObjectMissing:
+            return False
+        packs = {each.pack for each in decode_manifest(body).places}
+        return all(remote.size(pack_key(each)) is not None for each in packs)
+
+
 def last_error(site: Site) -> str | None:
     told: str | None = ckptfs.status(site.mountpoint)["last_error"]
     return told
@@ -212,12 +263,14 @@ def is_there(path: Path, data: bytes) -> bool:
 @pytest.mark.parametrize("name", FAULTS)
 def test_saves_go_on_and_everything_heals(machines: Machines, name: str) -> None:
     """Saves, stat, ls, rename, df and status do not wait for a remote that fails; reads of what it has alone wait a
-    while; when it works again, all of it is there, on every machine."""
+    while; when it works again, all of it is there, on every machine. What status calls safe is there at any time."""
     world = World(machines)
-    world.way.faults = FAULTS[name].faults
-    world.endures(FAULTS[name])
-    world.way.heal()
-    world.heals()
+    with Truth(world) as truth:
+        world.way.faults = FAULTS[name].faults
+        world.endures(FAULTS[name])
+        world.way.heal()
+        world.heals()
+    assert truth.calm and not truth.lies
     assert world.site.umount().status == 0
 
 
@@ -235,7 +288,7 @@ def test_saves_go_on_with_half_a_minute_of_latency(machines: Machines) -> None:
 def test_a_bucket_that_is_deleted_and_made_anew(machines: Machines, seaweed: Seaweed, bucket: Bucket) -> None:
     """Gone, it is waited for; empty, nothing is put there; when it holds what it held, all heals."""
     world = World(machines)
-    remote = open_remote(machines.url, environment=bucket.environment)
+    remote = world.remote
     held = {each.key: remote.get(each.key) for each in remote.list("", limit=10_000).objects}
     seaweed.delete_bucket(bucket.name)
     world.endures(Fault(Faults(), "no such bucket", "no such bucket", "fail"))
