@@ -216,6 +216,17 @@ def test_body_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_after: int) ->
     assert store.get("k") == DATA
 
 
+def test_reset_within_a_body(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """So is one whose connection is reset, either way."""
+    s3_proxy.faults = Faults(cut_after=100_000, reset=True, methods=GET)
+    fails(lambda: store.get("k"), RemoteError, temporary=True, match="[Rr]eset")
+    fails(lambda: store.get("k", 0, len(DATA)), RemoteError, temporary=True, match="[Rr]eset")
+    s3_proxy.faults = Faults(cut_up_after=100_000, reset=True)
+    fails(lambda: store.put("new", DATA), RemoteError, temporary=True, match="no answer")
+    s3_proxy.heal()
+    assert store.get("k") == DATA and store.size("new") is None
+
+
 @pytest.mark.parametrize("cut_up_after", [0, 100_000])
 def test_request_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_up_after: int) -> None:
     """A connection that breaks while a body is sent is a temporary error, and nothing is stored."""
