@@ -70,6 +70,12 @@ FAULTS = {
         Faults(clock_s=1200, signed_within_s=900), "clock is 20 minutes behind", "clock is 20 minutes behind", "fail"
     ),
     "503 at 90 %": Fault(Faults(error_share=0.9), None, None, "either"),
+    "full": Fault(
+        Faults(methods=PUT, error_share=1.0, error=(507, "XMinioStorageFull")), "the store is full", None, "succeed"
+    ),
+    "quota reached": Fault(
+        Faults(methods=PUT, error_share=1.0, error=(403, "QuotaExceeded")), "the store is full", None, "succeed"
+    ),
     "latency": Fault(Faults(latency_s=1.0), None, None, "either"),
     "uploads break off": Fault(Faults(cut_up_after=100), "no answer", None, "succeed"),
     "downloads break off": Fault(Faults(cut_after=10), ".", ".", "fail"),
