@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,7 +135,8 @@ def test_case_045_markers_come_after_shards_and_nothing_waits_for_ever(machines:
 
 @dataclass
 class Marker(Poller):
-    """When a marker that another machine makes was first seen, and what else looking for it gave."""
+    """When a marker that another machine makes was first seen, and what else looking for it gave, by name and in the
+    directory's listing."""
 
     path: Path
     at_s: float | None = None
@@ -151,6 +152,14 @@ class Marker(Poller):
             self.other[errno.errorcode[error.errno or 0]] += 1
         else:
             self.at_s = self.at_s or time.monotonic()
+            self._list()
+
+    def _list(self) -> None:
+        try:
+            if self.path.name not in os.listdir(self.path.parent):
+                self.other["not listed"] += 1
+        except OSError as error:
+            self.other[f"{errno.errorcode[error.errno or 0]} of listing"] += 1
 
 
 def test_case_046_throttling_makes_no_file_vanish(machines: Machines) -> None:
@@ -186,27 +195,37 @@ def test_case_046_throttling_makes_no_file_vanish(machines: Machines) -> None:
     assert set(marker.other) == {"absent"}, marker.other
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_case_046_a_minute_of_throttling(machines: Machines) -> None:
-    """Nine requests of ten are refused for a minute, while new markers appear: each is seen, and stays."""
+def nine_of_ten_refused(machines: Machines, markers: int, pause_s: float) -> None:
+    """Nine requests of ten are refused, one way and the other, while new markers appear: each is seen, and stays."""
     way = machines.proxy()
     here = machines.mount(machines.site("here"))
     there = machines.mount(machines.site("there", by=way), "--read-timeout", "5s")
-    way.faults = Faults(error_share=0.9)
-    started, markers = time.monotonic(), []
-    while time.monotonic() < started + 60:
-        number = len(markers)
-        (here / f"step-{number}").mkdir()
-        (here / f"step-{number}" / "_READY").touch()
-        assert ckptfs.publish(here) == []
-        markers.append(Marker(there / f"step-{number}" / "_READY").__enter__())
-        time.sleep(5)
-    way.heal()
-    until(lambda: all(each.at_s is not None for each in markers), "every marker")
-    for each in markers:
-        each.__exit__()
-        assert "absent again" not in each.other
+    errors = ((503, "SlowDown"), (429, "TooManyRequests"))
+    with ExitStack() as stack:
+        looked_for = []
+        for number in range(markers):
+            way.faults = Faults(error_share=0.9, error=errors[number % 2])
+            (here / f"step-{number}").mkdir()
+            (here / f"step-{number}" / "_READY").touch()
+            assert ckptfs.publish(here) == []
+            looked_for.append(stack.enter_context(Marker(there / f"step-{number}" / "_READY")))
+            time.sleep(pause_s)
+        way.heal()
+        until(lambda: all(each.at_s is not None for each in looked_for), "every marker")
+    for each in looked_for:
+        assert not set(each.other) & {"absent again", "not listed", "ENOENT of listing"}, each.other
+
+
+def test_case_046_seconds_of_throttling(machines: Machines) -> None:
+    """What was seen is never ENOENT, by stat and by listdir, with 503 and with 429."""
+    nine_of_ten_refused(machines, 4, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_case_046_a_minute_of_throttling(machines: Machines) -> None:
+    """The same for a minute."""
+    nine_of_ten_refused(machines, 12, 5.0)
 
 
 @dataclass
