@@ -1,4 +1,4 @@
-"""Bodies of S3 requests, and the checksums by which a store shows what it stored."""
+"""Bodies of S3 requests and answers, and the checksums by which a store shows what it stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
+
+_BLOCK = 1 << 20
 
 
 class Body:
@@ -34,6 +36,16 @@ class Body:
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = max(0, offset + (0, self._at, len(self._data))[whence])
         return self._at
+
+
+def read_most(stream: IO[bytes], most: int) -> bytes | None:
+    """All that *stream* has, None when that is more than *most* bytes."""
+    body = bytearray()
+    while block := stream.read(_BLOCK):
+        body += block
+        if len(body) > most:
+            return None
+    return bytes(body)
 
 
 def crc32(body: memoryview) -> dict[str, str]:

@@ -15,13 +15,13 @@ _CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
 _FORBIDDEN = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled", "AccountProblem"}
 _NOT_OFFERED = {"NotImplemented", "MissingContentMD5", "MethodNotAllowed"}
+_FULL = {"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"}
 _TEMPORARY = {
     "BadDigest",  # the body changed on its way
     "ConditionalRequestConflict",
     "IncompleteBody",
     "InternalError",
     "OperationAborted",
-    "QuotaExceeded",  # somebody frees space
     "RequestTimeout",
     "ServiceUnavailable",
     "SlowDown",
@@ -29,8 +29,6 @@ _TEMPORARY = {
     "ThrottlingException",
     "TooManyRequests",
     "XAmzContentSHA256Mismatch",
-    "XMinioAdminBucketQuotaExceeded",
-    "XMinioStorageFull",
 }
 _TEMPORARY_STATUS = {408, 409, 425, 429}
 _MOST_SKEW_S = 900.0
@@ -66,6 +64,10 @@ def refusal(code: str, status: int, message: str, where: str, key: str, *, ahead
         return RemoteUnusable(f"{where}: the bucket is in another region ({said}). Set AWS_DEFAULT_REGION.", key=key)
     if code in _EXPIRED:
         return RemoteForbidden(f"{where}: the credentials have expired ({said}). Provide new ones.", key=key)
+    if code in _FULL or status == 507:  # of a quota that is reached, Ceph says 403
+        return RemoteError(
+            f"{where}: the store is full ({said}). Make room there, or have the quota raised.", key=key, temporary=True
+        )
     if code in _FORBIDDEN or status in (401, 403):
         return RemoteForbidden(
             f"{where}: the store refuses these credentials ({said}). Check them, and their rights on the bucket.",

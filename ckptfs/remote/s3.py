@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from urllib.parse import urlsplit
 
@@ -34,7 +35,7 @@ from botocore.parsers import ResponseParserError
 
 from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbidden, RemoteUnusable
 from ckptfs.remote.base import Buffer, Listing, ObjectInfo, check_folder, check_key, check_range, is_key
-from ckptfs.remote.bodies import Body, add_md5, agrees, crc32, md5
+from ckptfs.remote.bodies import Body, add_md5, agrees, crc32, md5, read_most
 from ckptfs.remote.credential_files import CredentialFiles
 from ckptfs.remote.refusals import MISSING, NotOffered, RangeMissing, refusal
 
@@ -52,6 +53,15 @@ LARGE_PUT_TIMEOUT_S = 300.0
 """How long a large PUT may go without an answer once its body was handed over: megabytes of it still lie in socket
 buffers then, of other PUTs too, and leave at the uplink's rate. 6 x 4 MiB in this time are 82 KiB/s."""
 _LARGE_PUT = 1 << 20
+_IDLE_PAGES = 100
+"""Pages of a listing in a row that may bring nothing new: some stores pass over what was deleted in that way. One that
+is broken, or means harm, would go on for ever."""
+_FOLDERS_MOST = 100_000
+"""Folders of one listing, a writer each: more are no store's that anybody uses, and would be held in memory."""
+_WHOLE_MOST = 320 << 20
+"""Bytes of a whole object: the largest are manifests, of up to 256 MiB. A longer body is not even begun ..."""
+_SURPLUS_MOST = 8 << 20
+"""... nor a range that comes with so much more than was asked for; a cache on the way may hand out whole blocks."""
 
 _LOADER = botocore.loaders.create_loader()
 """botocore's descriptions of S3, parsed once per process: 10 MB and 0.15 s, which each session would pay again."""
@@ -192,7 +202,8 @@ class S3Store:
             return b""
         if start == 0 and end is None:
             return self._fetch(key)[0]
-        body, first, total = self._fetch(key, f"bytes={start}-{'' if end is None else end - 1}")
+        asked = None if end is None else end - start
+        body, first, total = self._fetch(key, f"bytes={start}-{'' if end is None else end - 1}", asked)
         if end is None:
             end = total
         if end > total or start >= total:
@@ -210,7 +221,7 @@ class S3Store:
         if length <= 0:
             raise ValueError(f"a tail of {length} bytes")
         try:
-            body, first, total = self._fetch(key, f"bytes=-{length}")
+            body, first, total = self._fetch(key, f"bytes=-{length}", length)
         except RangeMissing:
             return b"", 0  # only an empty object has no last bytes
         wanted = min(length, total)
@@ -230,32 +241,52 @@ class S3Store:
     def list(self, prefix: str, *, start_after: str = "", limit: int = PAGE) -> Listing:
         if limit < 1:
             raise ValueError(f"a listing of {limit} objects")
-        objects: list[ObjectInfo] = []
+        objects: dict[str, ObjectInfo] = {}
         full = self._prefix + prefix
         where = {"StartAfter": self._prefix + start_after} if start_after else {}
+        idle = 0
         while True:
-            most = min(PAGE, limit - len(objects))
+            most, before = min(PAGE, limit - len(objects)), len(objects)
             page = self._call("list_objects_v2", prefix, Prefix=full, MaxKeys=most, **where)
             for each in page.get("Contents", ()):
-                key = each["Key"][len(self._prefix) :]
-                if is_key(key):
-                    objects.append(ObjectInfo(key, each["Size"], each["LastModified"].timestamp()))
+                key = each.get("Key", "")[len(self._prefix) :]
+                if is_key(key) and key > start_after and each.keys() >= {"Size", "LastModified"}:
+                    objects[key] = ObjectInfo(key, each["Size"], each["LastModified"].timestamp())
             truncated = bool(page.get("IsTruncated"))
             if not truncated or len(objects) >= limit:
-                return Listing(tuple(objects), truncated)
-            where = {"ContinuationToken": page["NextContinuationToken"]}
+                return Listing(tuple(objects.values()), truncated)
+            idle = 0 if len(objects) > before else idle + 1
+            where = self._following(page, prefix, idle)
 
     def list_folders(self, prefix: str) -> tuple[str, ...]:
         check_folder(prefix)
         full = self._prefix + prefix
         names: set[str] = set()
         where: dict[str, str] = {}
+        idle = 0
         while True:
+            before = len(names)
             page = self._call("list_objects_v2", prefix, Prefix=full, Delimiter="/", **where)
-            names.update(each["Prefix"][len(full) : -1] for each in page.get("CommonPrefixes", ()))
+            names.update(each.get("Prefix", "")[len(full) : -1] for each in page.get("CommonPrefixes", ()))
             if not page.get("IsTruncated"):
                 return tuple(sorted(name for name in names if is_key(name)))
-            where = {"ContinuationToken": page["NextContinuationToken"]}
+            if len(names) > _FOLDERS_MOST:
+                raise RemoteError(f"{self.url}: list {prefix}: more than {_FOLDERS_MOST} folders", key=prefix)
+            idle = 0 if len(names) > before else idle + 1
+            where = self._following(page, prefix, idle)
+
+    def _following(self, page: Mapping[str, Any], prefix: str, idle: int) -> dict[str, str]:
+        """Where the listing of *prefix* goes on after *page*, the last of *idle* that brought nothing new."""
+        token = page.get("NextContinuationToken")
+        if not token or idle >= _IDLE_PAGES:
+            why = f"{idle} pages brought nothing new" if token else "a page does not say where the next one begins"
+            raise RemoteError(
+                f"{self.url}: list {prefix}: the listing does not end ({why}). Is {self._client.meta.endpoint_url} "
+                "an S3 service that works?",
+                key=prefix,
+                temporary=True,
+            )
+        return {"ContinuationToken": token}
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -334,20 +365,35 @@ class S3Store:
         self._conditional = False
         log.info("%s has no conditional put; keys are looked up before they are created", self.url)
 
-    def _fetch(self, key: str, byte_range: str | None = None) -> tuple[bytes, int, int]:
-        """Body of one GET, the offset of its first byte in the object, and the object's size."""
+    def _fetch(self, key: str, byte_range: str | None = None, asked: int | None = None) -> tuple[bytes, int, int]:
+        """Body of one GET, the offset of its first byte in the object, and the object's size.
+
+        *asked* is the length of *byte_range* where that says it. No more is read than such an answer may have.
+        """
         arguments = {} if byte_range is None else {"Range": byte_range}
         answer = self._call("get_object", key, Key=self._prefix + key, **arguments)
+        span, _, size = answer.get("ContentRange", "").removeprefix("bytes ").partition("/")
+        most = asked + _SURPLUS_MOST if asked is not None and size.isdigit() else _WHOLE_MOST
         with contextlib.closing(answer["Body"]) as stream:
-            body: bytes = self._guard("get", key, stream.read)
-        if len(body) != answer["ContentLength"]:
+            length = answer.get("ContentLength")
+            body: bytes | None = None
+            if length is None:
+                body = self._guard("get", key, partial(read_most, stream, most))
+            elif 0 <= length <= most:
+                body = self._guard("get", key, stream.read)
+        if body is None:
             raise RemoteError(
-                f"{self.url}: {key}: {len(body)} of {answer['ContentLength']} bytes came", key=key, temporary=True
+                f"{self.url}: {key}: {length or 'endlessly many'} bytes come where at most {most} can be right. "
+                f"Is {self._client.meta.endpoint_url} an S3 service that works?",
+                key=key,
+                temporary=True,
             )
-        span, _, total = answer.get("ContentRange", "").removeprefix("bytes ").partition("/")
-        if not total.isdigit():
+        if length is not None and len(body) != length:
+            raise RemoteError(f"{self.url}: {key}: {len(body)} of {length} bytes came", key=key, temporary=True)
+        first = span.partition("-")[0]
+        if not (size.isdigit() and first.isdigit()):
             return body, 0, len(body)  # the whole object
-        return body, int(span.partition("-")[0]), int(total)
+        return body, int(first), int(size)
 
     def _call(self, operation: str, key: str, **arguments: Any) -> Any:
         self._follow_files()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.canonical import let_go, open_object
 from ckptfs.errors import FormatError
 from ckptfs.ids import ObjectId
 from ckptfs.remote.base import ObjectStore
@@ -21,4 +21,5 @@ def get_object(remote: ObjectStore, key: str, digest: ObjectId) -> bytes:
     try:
         return open_object(remote.get(key), digest)
     except FormatError as error:
+        let_go(error)
         raise FormatError(f"{key}: {error}") from error

@@ -11,7 +11,7 @@ from functools import partial
 
 import trio
 
-from ckptfs.encoding.canonical import open_object
+from ckptfs.encoding.canonical import let_go, open_object
 from ckptfs.encoding.head import Head, decode_head
 from ckptfs.encoding.index import Index, decode_index
 from ckptfs.encoding.keys import index_key
@@ -70,4 +70,12 @@ class IndexLearner:
         if inlined is not None:
             return decode_index(inlined)
         data = await trio.to_thread.run_sync(partial(self._remote.get, index_key(name)), abandon_on_cancel=True)
-        return await trio.to_thread.run_sync(lambda: decode_index(open_object(data, name)))
+        return await trio.to_thread.run_sync(_decode, data, name)
+
+
+def _decode(data: bytes, name: ObjectId) -> Index:
+    try:
+        return decode_index(open_object(data, name))
+    except FormatError as error:
+        let_go(error)
+        raise

@@ -14,6 +14,7 @@ from itertools import chain, islice
 
 import trio
 
+from ckptfs.encoding.canonical import let_go
 from ckptfs.encoding.keys import manifest_key
 from ckptfs.encoding.manifest import Chunk, Content, Manifest, Placed, decode_content, decode_manifest, encode_content
 from ckptfs.encoding.pack import PackedChunk
@@ -125,7 +126,11 @@ class Manifests:
 
     async def _get(self, digest: ObjectId, body: bytes | None) -> Manifest:
         def get() -> Manifest:
-            return decode_manifest(get_object(self._remote, manifest_key(digest), digest) if body is None else body)
+            try:
+                return decode_manifest(get_object(self._remote, manifest_key(digest), digest) if body is None else body)
+            except FormatError as error:
+                let_go(error)
+                raise
 
         began = time.monotonic()
         try:

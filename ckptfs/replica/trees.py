@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import trio
 
+from ckptfs.encoding.canonical import let_go
 from ckptfs.encoding.keys import tree_key
 from ckptfs.encoding.tree import Tree, TreeParts, decode_tree, join_parts
 from ckptfs.errors import FormatError, RemoteError
@@ -82,6 +83,8 @@ def _decode(digest: ObjectId, body: bytes) -> Tree | TreeParts:
     try:
         return decode_tree(body)
     except FormatError as error:
+        let_go(error)
+        del body  # this call is not over yet
         raise FormatError(f"{tree_key(digest)}: {error}") from error
 
 

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 LAG_S = 0.1
 """As `Machines.mount` sets it."""
+SEEN_S = 10.0
+"""From closing to the last other machine, unaided; the machine is busy with other tests."""
 PUT = frozenset({"PUT"})
 LOCAL_S = 15.0
 """A save that takes longer waits for the remote; the machine is busy with other tests."""
@@ -135,7 +137,8 @@ def test_case_045_markers_come_after_shards_and_nothing_waits_for_ever(machines:
 
 @dataclass
 class Marker(Poller):
-    """When a marker that another machine makes was first seen, and what else looking for it gave."""
+    """When a marker that another machine makes was first seen, and what else looking for it gave, by name and in the
+    directory's listing."""
 
     path: Path
     at_s: float | None = None
@@ -151,6 +154,14 @@ class Marker(Poller):
             self.other[errno.errorcode[error.errno or 0]] += 1
         else:
             self.at_s = self.at_s or time.monotonic()
+            self._list()
+
+    def _list(self) -> None:
+        try:
+            if self.path.name not in os.listdir(self.path.parent):
+                self.other["not listed"] += 1
+        except OSError as error:
+            self.other[f"{errno.errorcode[error.errno or 0]} of listing"] += 1
 
 
 def test_case_046_throttling_makes_no_file_vanish(machines: Machines) -> None:
@@ -186,27 +197,37 @@ def test_case_046_throttling_makes_no_file_vanish(machines: Machines) -> None:
     assert set(marker.other) == {"absent"}, marker.other
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_case_046_a_minute_of_throttling(machines: Machines) -> None:
-    """Nine requests of ten are refused for a minute, while new markers appear: each is seen, and stays."""
+def nine_of_ten_refused(machines: Machines, markers: int, pause_s: float) -> None:
+    """Nine requests of ten are refused, one way and the other, while new markers appear: each is seen, and stays."""
     way = machines.proxy()
     here = machines.mount(machines.site("here"))
     there = machines.mount(machines.site("there", by=way), "--read-timeout", "5s")
-    way.faults = Faults(error_share=0.9)
-    started, markers = time.monotonic(), []
-    while time.monotonic() < started + 60:
-        number = len(markers)
-        (here / f"step-{number}").mkdir()
-        (here / f"step-{number}" / "_READY").touch()
-        assert ckptfs.publish(here) == []
-        markers.append(Marker(there / f"step-{number}" / "_READY").__enter__())
-        time.sleep(5)
-    way.heal()
-    until(lambda: all(each.at_s is not None for each in markers), "every marker")
-    for each in markers:
-        each.__exit__()
-        assert "absent again" not in each.other
+    errors = ((503, "SlowDown"), (429, "TooManyRequests"))
+    with ExitStack() as stack:
+        looked_for = []
+        for number in range(markers):
+            way.faults = Faults(error_share=0.9, error=errors[number % 2])
+            (here / f"step-{number}").mkdir()
+            (here / f"step-{number}" / "_READY").touch()
+            assert ckptfs.publish(here) == []
+            looked_for.append(stack.enter_context(Marker(there / f"step-{number}" / "_READY")))
+            time.sleep(pause_s)
+        way.heal()
+        until(lambda: all(each.at_s is not None for each in looked_for), "every marker")
+    for each in looked_for:
+        assert not set(each.other) & {"absent again", "not listed", "ENOENT of listing"}, each.other
+
+
+def test_case_046_seconds_of_throttling(machines: Machines) -> None:
+    """What was seen is never ENOENT, by stat and by listdir, with 503 and with 429."""
+    nine_of_ten_refused(machines, 4, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_case_046_a_minute_of_throttling(machines: Machines) -> None:
+    """The same for a minute."""
+    nine_of_ten_refused(machines, 12, 5.0)
 
 
 @dataclass
@@ -230,7 +251,8 @@ class Wholes(Poller):
                 self.wrong.append(f"{name}: wrong size")
 
 
-def add_shards(machines: Machines, rounds: int) -> None:
+def add_shards(machines: Machines, rounds: int, *, publish: bool = True) -> None:
+    """Where they are not published, settling and the lag bring them."""
     here = machines.mount(machines.site("here"))
     readers = [machines.mount(machines.site(f"reader-{number}"), "--read-only") for number in range(2)]
     (here / "shards").mkdir()
@@ -246,11 +268,13 @@ def add_shards(machines: Machines, rounds: int) -> None:
             with open(here / "shards" / name, "wb", buffering=0) as file:
                 for at in range(0, len(data), 10_000):
                     file.write(data[at : at + 10_000])
-            assert ckptfs.publish(here / "shards" / name) == []
-            time.sleep(LAG_S)
+            closed_s = time.monotonic()
+            if publish:
+                assert ckptfs.publish(here / "shards" / name) == []
+                time.sleep(LAG_S)
             for each in readers:
                 path = each / "shards" / name
-                until(path.exists, "the shard", 10)
+                until(path.exists, "the shard", closed_s + SEEN_S - time.monotonic())
                 with open(path, "rb") as file:
                     assert os.fstat(file.fileno()).st_size == len(data)
                     file.seek(-min(len(data), 4096), os.SEEK_END)
@@ -259,9 +283,11 @@ def add_shards(machines: Machines, rounds: int) -> None:
     assert first.looks > rounds / 2 and second.looks > rounds / 2
 
 
-def test_case_048_a_shard_is_absent_or_whole(machines: Machines) -> None:
-    """Two machines look all the time while a third adds shards: after publishing and the lag both have each whole."""
-    add_shards(machines, 15)
+@pytest.mark.parametrize("publish", [True, False])
+def test_case_048_a_shard_is_absent_or_whole(machines: Machines, publish: bool) -> None:
+    """Two machines look all the time while a third adds shards: after publishing and the lag, or in a while by
+    themselves, both have each whole."""
+    add_shards(machines, 15, publish=publish)
 
 
 @pytest.mark.slow

@@ -6,7 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from botocore.credentials import Credentials
@@ -14,6 +18,8 @@ from botocore.credentials import Credentials
 from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteForbidden, RemoteUnusable
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.remote.s3 import S3Store
+from tests.support.mounts import resident_bytes
+from tests.support.polling import Poller
 from tests.support.proxy import FaultProxy, Faults
 from tests.support.seaweed import ACCESS_KEY, NEXT_ACCESS_KEY, NEXT_SECRET_KEY, SECRET_KEY, Seaweed
 
@@ -102,7 +108,9 @@ def test_no_answer(store: S3Store, s3_proxy: FaultProxy, mode: str) -> None:
         (503, "ServiceUnavailable", RemoteError, True, None),
         (500, "InternalError", RemoteError, True, None),
         (502, "", RemoteError, True, None),
-        (507, "XMinioStorageFull", RemoteError, True, None),
+        (507, "XMinioStorageFull", RemoteError, True, "store is full.*Make room"),
+        (403, "QuotaExceeded", RemoteError, True, "store is full.*Make room"),
+        (507, "", RemoteError, True, "store is full.*Make room"),
         (429, "TooManyRequests", RemoteError, True, None),
         (400, "RequestTimeout", RemoteError, True, None),
         (409, "OperationAborted", RemoteError, True, None),
@@ -208,6 +216,17 @@ def test_body_cut_short(store: S3Store, s3_proxy: FaultProxy, cut_after: int) ->
     fails(lambda: store.get_tail("k", len(DATA)), RemoteError, temporary=True)
     s3_proxy.heal()
     assert store.get("k") == DATA
+
+
+def test_reset_within_a_body(store: S3Store, s3_proxy: FaultProxy) -> None:
+    """So is one whose connection is reset, either way."""
+    s3_proxy.faults = Faults(cut_after=100_000, reset=True, methods=GET)
+    fails(lambda: store.get("k"), RemoteError, temporary=True, match="[Rr]eset")
+    fails(lambda: store.get("k", 0, len(DATA)), RemoteError, temporary=True, match="[Rr]eset")
+    s3_proxy.faults = Faults(cut_up_after=100_000, reset=True)
+    fails(lambda: store.put("new", DATA), RemoteError, temporary=True, match="no answer")
+    s3_proxy.heal()
+    assert store.get("k") == DATA and store.size("new") is None
 
 
 @pytest.mark.parametrize("cut_up_after", [0, 100_000])
@@ -442,3 +461,116 @@ def test_a_slow_uplink_carries_large_objects(store: S3Store, s3_proxy: FaultProx
     assert store.put("large", data)
     assert time.monotonic() - started > 2 * (2 + READ_TIMEOUT_S) - 1
     assert store.get("large") == data
+
+
+ENDLESS_MIB = 1200
+"""A body without an end, as far as a test goes."""
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Answers as no S3 service does; `how` says in which way, `served` how often."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    how = ""
+    served = count()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        asked = parse_qs(urlsplit(self.path).query)
+        if "list-type" in asked:
+            return self.list(next(self.served), asked)
+        self.send_response(206 if "Content-Range" in self.how else 200)
+        if "Content-Range" in self.how:
+            self.send_header("Content-Range", "bytes 5-14/1000")
+        self.send_header(*(("Content-Length", str(1 << 60)) if "Content-Length" in self.how else
+                           ("Transfer-Encoding", "chunked")))  # fmt: skip
+        self.end_headers()
+        self.close_connection = True
+        try:
+            for _ in range(ENDLESS_MIB):
+                self.wfile.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+        except OSError:
+            pass  # the client has heard enough
+
+    def list(self, number: int, asked: dict[str, list[str]]) -> None:
+        name = "same" if self.how == "the same page" else f"{number:09}"
+        prefix = asked["prefix"][0]
+        entries = {
+            "empty pages": "",
+            "no token": "",
+            "the same page": f"<Contents><Key>{prefix}same</Key><Size>1</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            f"<CommonPrefixes><Prefix>{prefix}same/</Prefix></CommonPrefixes>",
+            "no fields": f"<Contents><Key>{prefix}{name}</Key></Contents><Contents/><CommonPrefixes/>",
+            "names of nobody": f"<Contents><Key>{prefix}.{name}</Key><Size>1</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>",
+            "new folders": "".join(f"<CommonPrefixes><Prefix>{prefix}{name}-{each}/</Prefix></CommonPrefixes>"
+                                   for each in range(5000)),
+        }[self.how]  # fmt: skip
+        token = "" if self.how == "no token" else f"<NextContinuationToken>{name}</NextContinuationToken>"
+        body = f"<ListBucketResult><IsTruncated>true</IsTruncated>{token}{entries}</ListBucketResult>".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def hostile(how: str) -> Iterator[S3Store]:
+    """A store on a server that is `Hostile` in this way."""
+    handler = type("Handler", (Hostile,), {"how": how, "served": count()})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": endpoint}
+        made = S3Store("bucket", "run", environment=keys, connect_timeout_s=2, read_timeout_s=READ_TIMEOUT_S)
+        try:
+            yield made
+        finally:
+            made.close()
+            server.shutdown()
+            thread.join(10)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["empty pages", "the same page", "no token", "no fields", "names of nobody"])
+def test_listings_without_an_end(how: str) -> None:
+    """A server that goes on answering that more follows, and brings nothing new, is given up with an error."""
+    with hostile(how) as store:
+        fails(lambda: store.list("heads/"), RemoteError, temporary=True, match="does not end")
+        fails(lambda: store.list_folders("heads/"), RemoteError, temporary=True, match="does not end")
+
+
+@pytest.mark.timeout(60)
+def test_folders_without_an_end() -> None:
+    """Names that go on and on are not all held in memory."""
+    with hostile("new folders") as store:
+        fails(lambda: store.list_folders("heads/"), RemoteError, temporary=False, match="more than 100000 folders")
+
+
+class Peak(Poller):
+    """The most that this process has resident meanwhile."""
+
+    pause_s = 0.005
+    bytes = 0
+
+    def look(self) -> None:
+        self.bytes = max(self.bytes, resident_bytes(os.getpid()))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["chunked", "Content-Length", "chunked Content-Range", "Content-Length Content-Range"])
+def test_bodies_without_an_end(how: str) -> None:
+    """A body that claims to be, or is, far longer than what was asked for is given up in bounded memory and time."""
+    before = resident_bytes(os.getpid())
+    with hostile(how) as store, Peak() as peak:
+        for call in (lambda: store.get("k", 5, 15), lambda: store.get_tail("k", 10), lambda: store.get("k")):
+            begun = time.monotonic()
+            fails(call, RemoteError, temporary=True, match="bytes come where")
+            assert time.monotonic() - begun < 10
+    assert peak.bytes - before < 800 << 20

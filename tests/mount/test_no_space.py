@@ -6,16 +6,18 @@ import errno
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import ckptfs
 from ckptfs.local.ballast import BALLAST_PARTS
 from tests.support.consistency import problems
 from tests.support.disks import filled, free_bytes, small_disk
-from tests.support.machines import Machines
-from tests.support.mounts import Site, until
+from tests.support.machines import QUICK, Machines, same_soon
+from tests.support.mounts import TINY, Site, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -172,3 +174,31 @@ def test_a_replicated_store_goes_on(machines: Machines, disk: Path) -> None:
         until(lambda: (other / "latest").exists(), "the pointer to be seen")
         (top / "old").unlink()
         until(lambda: not (other / "old").exists(), "the deletion to be seen")
+
+
+def test_a_remote_without_room(tmp_path: Path) -> None:
+    """Saves go on, status says why nothing arrives, and what is there is read; once there is room all is uploaded."""
+    with (
+        small_disk(tmp_path, 40) as disk,
+        Site(tmp_path, name="here", tuning=TINY) as here,
+        Site(tmp_path, name="there", tuning=TINY) as there,
+    ):
+        for site in (here, there):
+            site.mount("--remote", f"file://{disk}/remote", *QUICK)
+        (here.mountpoint / "early").write_bytes(os.urandom(MIB))
+        assert ckptfs.wait(here.mountpoint, "replicated", 60)
+        with filled(disk):
+            for step in range(5):
+                began = time.monotonic()
+                (here.mountpoint / f"step-{step}").write_bytes(os.urandom(MIB))
+                assert time.monotonic() - began < 5
+            until(lambda: "No space left" in (ckptfs.status(here.mountpoint)["last_error"] or ""), "status to say why")
+            assert not ckptfs.status(here.mountpoint)["safe"]
+            assert (there.mountpoint / "early").read_bytes() == (here.mountpoint / "early").read_bytes()
+            assert os.listdir(there.mountpoint) == ["early"]
+        until(lambda: ckptfs.status(here.mountpoint)["safe"], "everything to be replicated, unaided", 60)
+        same_soon(here.mountpoint, there.mountpoint)
+        assert ckptfs.status(here.mountpoint)["last_error"] is None
+        assert os.listdir(disk / "remote" / ".tmp") == []
+        for site in (here, there):
+            site.umount()

@@ -80,7 +80,7 @@ class HostileRemote:
             "index": None, "time": time.time_ns(), "stamp": NOW, "incomplete": False, "counts": {}, "requires": [],
             "optional": [], **more,
         }  # fmt: skip
-        self._put(head_key(WRITER, self._seq), seal_object(dumps(value)))
+        self._put(head_key(WriterId(bytes.fromhex(value["writer"])), self._seq), seal_object(dumps(value)))
 
     def put_at(self, key: str, data: bytes) -> None:
         self._put(key, data)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import http.client
 import io
+import os
 import random
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -59,6 +61,8 @@ class Faults:
     """Break the connection after this many bytes of an answer's body ..."""
     cut_up_after: int | None = None
     """... or of a request's, before the server hears of it."""
+    reset: bool = False
+    """A connection that is broken within a request is reset, and what was on its way is lost; else it ends early."""
     short_after: int | None = None
     """Answers to GET end after this many bytes, as if that were all of them."""
     unlisted_share: float = 0.0
@@ -377,7 +381,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _drop(self) -> None:
         self.close_connection = True
-        _break(self.connection)
+        if self.server.proxy.faults.reset:
+            _reset(self.connection)
+        else:
+            _break(self.connection)
 
 
 class _Resign(SigV4Auth):
@@ -402,3 +409,9 @@ def _break(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # it has ended already
+
+
+def _reset(connection: socket.socket) -> None:
+    """End a connection with RST; only for the thread that serves it, which cannot use it any more."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(connection.detach())  # `close` would wait until nothing reads from it or writes to it
