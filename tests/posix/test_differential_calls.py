@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.posix.sides import Case, Side
-from tests.support.mounts import Site
+from tests.posix.sides import STATE, Case, Side
+from tests.support.mounts import Site, until
 from tests.support.syscalls import AT_EMPTY_PATH, AT_FDCWD, call, libc
 
 CASES: list[Case] = []
 PAGE = mmap.PAGESIZE
+KEEP, PUNCH, COLLAPSE, ZERO, INSERT, UNSHARE = 1, 2, 8, 16, 32, 64
 ELSEWHERE = b"/dev/shm/ckptfs-test-elsewhere"
 _AT_SYMLINK_FOLLOW = 0x400
 
@@ -508,9 +509,8 @@ def handles_that_outlive_descriptors(d: Side) -> None:
 
 def test_fallocate_in_every_mode(same: Callable[..., None]) -> None:
     """As on a plain directory or EOPNOTSUPP, never ENOSYS, and a refusal of one file is not remembered for others."""
-    keep, punch, collapse, zero, insert, unshare = 1, 2, 8, 16, 32, 64
     modes = (
-        0, keep, punch | keep, punch, collapse, zero, zero | keep, insert, unshare, unshare | keep, collapse | keep, 128
+        0, KEEP, PUNCH | KEEP, PUNCH, COLLAPSE, ZERO, ZERO | KEEP, INSERT, UNSHARE, UNSHARE | KEEP, COLLAPSE | KEEP, 128
     )  # fmt: skip
     ranges = ((0, 4096), (4096, 8192), (100, 5000), (0, 0), (-1, 10), (0, -1), (30_000, 10_000), ((1 << 62), 1 << 62))
     found: list[list[tuple[object, ...]]] = []
@@ -554,18 +554,62 @@ def test_acls_and_flags_are_refused(site: Site) -> None:
     assert (root / "copy").read_bytes() == b"x"
 
 
-def test_blocks_are_what_is_allocated(site: Site, tmp_path: Path) -> None:
-    """st_blocks of dense, sparse and truncated files are the disk's own."""
-    for name, pieces, size in (("dense", ((0, 300_000),), None), ("sparse", ((0, 5), (500_000, 9)), 10_000_000),
-                               ("hole", (), 1 << 30), ("cut", ((0, 300_000),), 100), ("empty", (), None)):  # fmt: skip
-        blocks = []
-        for root in (tmp_path, site.mountpoint):
-            with open(root / f"blocks {name}", "wb") as file:
-                for offset, length in pieces:
-                    os.pwrite(file.fileno(), b"x" * length, offset)
-                if size is not None:
-                    os.ftruncate(file.fileno(), size)
-                os.fsync(file.fileno())
-                opened = os.fstat(file.fileno()).st_blocks
-            blocks.append((opened, os.stat(root / f"blocks {name}").st_blocks))
-        assert blocks[1] == blocks[0], name
+def fill(pieces: tuple[tuple[int, int], ...], size: int | None = None) -> Callable[[int], None]:
+    """Writes (offset, length) *pieces* and truncates to *size*."""
+
+    def change(fd: int) -> None:
+        for offset, length in pieces:
+            os.pwrite(fd, b"x" * length, offset)
+        if size is not None:
+            os.ftruncate(fd, size)
+
+    return change
+
+
+def allocate(*modes_and_ranges: tuple[int, int, int]) -> Callable[[int], None]:
+    """Fills 300,000 bytes, flushed to the disk, and has (mode, offset, length) each allocated or made a hole."""
+
+    def change(fd: int) -> None:
+        fill(((0, 300_000),))(fd)
+        os.fsync(fd)
+        for mode, offset, length in modes_and_ranges:
+            call(libc.fallocate, fd, mode, ctypes.c_long(offset), ctypes.c_long(length))
+
+    return change
+
+
+FILES: dict[str, Callable[[int], None]] = {
+    "dense": fill(((0, 300_000),)),
+    "sparse": fill(((0, 5), (500_000, 9)), 10_000_000),
+    "hole": fill((), 1 << 28),
+    "cut": fill(((0, 300_000),), 100),
+    "empty": fill(()),
+    "punched": allocate((PUNCH | KEEP, 8192, 100_000), (PUNCH | KEEP, 200_001, 50_000)),
+    "punched whole": allocate((PUNCH | KEEP, 0, 1 << 20)),
+    "allocated": allocate((0, 0, 1 << 20)),
+    "allocated behind the end": allocate((KEEP, 0, 1 << 20)),
+    "zeroed": allocate((ZERO, 4096, 100_000), (ZERO | KEEP, 300_000, 100_000)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_blocks_are_what_is_allocated(site: Site, tmp_path: Path, name: str) -> None:
+    """st_blocks are the disk's own: while the file is open, when it is closed, and when it is sealed."""
+    blocks = []
+    for root in (site.mountpoint, tmp_path):
+        path = root / name
+        with open(path, "wb") as file:
+            try:
+                FILES[name](file.fileno())
+            except OSError as error:
+                if error.errno == errno.EOPNOTSUPP and not site.has_passthrough():
+                    pytest.skip("fallocate takes passthrough")
+                raise
+            os.fsync(file.fileno())
+            opened = os.fstat(file.fileno()).st_blocks
+        blocks.append((opened, os.stat(path).st_blocks))
+    assert blocks[0] == blocks[1]
+    path = site.mountpoint / name
+    until(lambda: os.getxattr(path, STATE) == b"sealed", "the file to be sealed")
+    assert os.stat(path).st_blocks == blocks[1][1]
+    assert path.read_bytes() == (tmp_path / name).read_bytes()
