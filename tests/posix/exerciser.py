@@ -299,10 +299,13 @@ def evict(site: Site, disk: Path, path: Path, told: str) -> None:
             found = catalog.execute("SELECT image FROM inode WHERE ino = ?", (os.stat(path).st_ino,)).fetchone()
         return bool(found == (None,))
 
-    before = os.stat(path)
+    def shown() -> list[tuple[object, ...]]:
+        return [(status, status.st_mtime_ns, status.st_ctime_ns) for status in map(os.stat, (path, path.parent))]
+
+    before = shown()
     with filled(disk, 4 << 20):
         until(is_elsewhere, f"the file to be evicted, {told}")
-        assert os.stat(path) == before, f"eviction shows, {told}"
+        assert shown() == before, f"eviction shows, {told}"
 
 
 Kind = Callable[[Exerciser], bool | None]
