@@ -45,7 +45,7 @@ class NameMissing(FileSystemError):
 
 
 class Stale(FileSystemError):
-    """An inode that lost its content to another writer; its names mean another inode by now."""
+    """What was looked up is no longer so: an inode lost its content to another writer, or a free name was taken."""
 
 
 class NameExists(FileSystemError):

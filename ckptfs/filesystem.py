@@ -172,10 +172,19 @@ class FileSystem:
     async def create(
         self, parent: Inode, name: bytes, mode: int, flags: int, caller: Caller
     ) -> tuple[int, Attributes]:
-        """A new regular file, open; returns its handle."""
+        """A new regular file, open; returns its handle.
+
+        Raises NameExists with O_EXCL; Stale without it, when the name came from another machine since the kernel looked
+        it up: it does that again then, and opens the file if its mode allows it.
+        """
         await self._before_save()
         await self._before_change(parent)
-        directory = self._naming.check_new(parent, name)
+        try:
+            directory = self._naming.check_new(parent, name)
+        except NameExists as error:
+            if flags & os.O_EXCL:
+                raise
+            raise Stale(f"{name!r} came to be meanwhile; look it up again and open it") from error
         image = self.store.new_image()
         try:
             with self.store.catalog.transaction():
@@ -194,7 +203,7 @@ class FileSystem:
     async def mknod(self, parent: Inode, name: bytes, mode: int, rdev: int, caller: Caller) -> Attributes:
         """A fifo, socket or device; a regular file is created and closed."""
         if stat.S_ISREG(mode):
-            fh, attributes = await self.create(parent, name, mode, os.O_WRONLY, caller)
+            fh, attributes = await self.create(parent, name, mode, os.O_WRONLY | os.O_EXCL, caller)
             await self.files.release(fh)
             return attributes
         await self._before_change(parent)

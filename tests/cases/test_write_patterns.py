@@ -179,9 +179,10 @@ def by_copy_file_range(source: Path, target: Path) -> None:
             left -= os.copy_file_range(reader.fileno(), writer.fileno(), left)
 
 
-def test_case_032_fast_copies_are_whole(top: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("megabytes", [16, pytest.param(300, marks=pytest.mark.slow)])
+def test_case_032_fast_copies_are_whole(top: Path, tmp_path: Path, megabytes: int) -> None:
     """Onto the mount, within it and off it, by sendfile, copy_file_range and cp: every byte, or an error."""
-    data = os.urandom(MIB) * 16
+    data = np.random.default_rng(megabytes).bytes(megabytes * MIB)
     for number, copy in enumerate((shutil.copyfile, shutil.copy2, by_copy_file_range, by_cp, shutil.move)):
         here, there = top / f"{number}", tmp_path / f"{number}"
         for directory in (here, there):

@@ -62,21 +62,22 @@ SAVES = [by_rename, by_truncation, in_place]
 Save = Callable[[Path, int, int], None]
 
 
+@pytest.mark.parametrize("megabytes", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_case_001_a_held_file_is_replaced_and_its_holder_keeps_the_old_bytes(
-    machine: MakeSite, url: str, tmp_path: Path
+    machine: MakeSite, url: str, tmp_path: Path, megabytes: int
 ) -> None:
     """safetensors over a file that another process has open and mapped: new bytes by name, old ones for the holder."""
     here, there = machine("here"), machine("there")
     here.mount("--remote", url, *QUICK)
     path = here.mountpoint / "model.safetensors"
-    by_rename(path, 1, 3 * MIB)
+    by_rename(path, 1, megabytes * MIB)
     assert ckptfs.wait(path, "sealed", 30)
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         assert holder.stdout.readline() == "holding\n"
-        by_rename(path, 2, 3 * MIB)
+        by_rename(path, 2, megabytes * MIB)
         assert ckptfs.wait(path, "replicated", 60)
         assert holder.communicate("\n", timeout=30)[0] == "kept\n"
     assert os.listdir(here.mountpoint) == ["model.safetensors"]
@@ -85,7 +86,7 @@ def test_case_001_a_held_file_is_replaced_and_its_holder_keeps_the_old_bytes(
     by_rename(plain, 2, 1000)
     for place in (path, there.mountpoint / "model.safetensors"):
         loaded = safetensors_torch.load_file(place)
-        assert np.array_equal(loaded["weight"].numpy(), numbers(2, 3 * MIB).view(np.int32))
+        assert np.array_equal(loaded["weight"].numpy(), numbers(2, megabytes * MIB).view(np.int32))
         assert place.stat().st_mode == plain.stat().st_mode
 
 

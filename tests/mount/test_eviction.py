@@ -142,8 +142,17 @@ def test_a_save_takes_the_room_of_what_was_fetched(far: Site, disk: Path, near: 
     assert is_right(near / "new", of=1)
 
 
+def times(top: Path) -> dict[str, tuple[int, int]]:
+    """mtime and ctime of everything below *top*, directories and itself as well."""
+    found = {str(path): path.stat() for path in (top, *top.rglob("*"))}
+    return {path: (status.st_mtime_ns, status.st_ctime_ns) for path, status in found.items()}
+
+
 def test_a_store_of_one_machine_is_compressed(tmp_path: Path) -> None:
-    """With a bucket on the same disk, and what was not used for a second only there; the newest stays whole."""
+    """With a bucket on the same disk, and what was not used for a second only there; the newest stays whole.
+
+    No time of a file or a directory changes by that, nor by reading what was evicted.
+    """
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     weights = [np.random.default_rng(number).standard_normal(MIB, dtype=np.float32) for number in range(6)]
@@ -153,17 +162,21 @@ def test_a_store_of_one_machine_is_compressed(tmp_path: Path) -> None:
             directory = site.mountpoint / f"step-{number}"
             directory.mkdir()
             np.save(directory / "model.npy", array)
+        before = times(site.mountpoint)
         assert ckptfs.wait(site.mountpoint, "replicated", 60)
         until(lambda: local_bytes(site) < 1.5 * weights[0].nbytes, "all but the newest to be evicted", 60)
         assert local_bytes(site) >= weights[0].nbytes
         packs = sum(path.stat().st_size for path in bucket.rglob("*") if path.is_file())
         assert packs < 0.9 * sum(array.nbytes for array in weights)
+        assert times(site.mountpoint) == before
         for number, array in enumerate(weights):
             path = site.mountpoint / f"step-{number}" / "model.npy"
             assert path.stat().st_blocks * 512 >= array.nbytes
             assert np.array_equal(np.load(path), array)
+        assert times(site.mountpoint) == before
         site.umount()
         site.mount()
+        assert times(site.mountpoint) == before
         assert all(
             np.array_equal(np.load(site.mountpoint / f"step-{number}" / "model.npy"), array)
             for number, array in enumerate(weights)

@@ -45,15 +45,19 @@ class Exerciser:
         self._map: mmap.mmap | None = None
         self._history = [f"seed {seed}"]
         self.performed: dict[str, int] = {}
+        """How often each kind of operation was done, and not only tried."""
 
-    def perform(self, kinds: tuple[Callable[[Exerciser], None], ...]) -> None:
+    def perform(self, kinds: tuple[Kind, ...]) -> None:
         """One of *kinds*; AssertionError with what was done last when a byte is not what it should be."""
         kind = self._random.choice(kinds)
         self._history.append(kind.__name__)
-        kind(self)
-        self.performed[kind.__name__] = self.performed.get(kind.__name__, 0) + 1
+        if kind(self) is not False:
+            self.performed[kind.__name__] = self.performed.get(kind.__name__, 0) + 1
         size = os.stat(self._path).st_size
         assert size == len(self._shadow), f"{size} bytes instead of {len(self._shadow)}, {self._told()}"
+
+    def shuffled(self, kinds: tuple[Kind, ...]) -> list[Kind]:
+        return self._random.sample(kinds, len(kinds))
 
     def compare(self) -> None:
         """The whole file, read anew and by the descriptor that is open."""
@@ -94,14 +98,16 @@ class Exerciser:
             os.ftruncate(self._fd(), min(size, LARGEST))
         self._resize(min(size, LARGEST))
 
-    def punch(self) -> None:
+    def punch(self) -> bool:
         start, end = self._span(max(len(self._shadow), 1))
-        self._allocate(_PUNCH | _KEEP, start, end)
+        return self._allocate(_PUNCH | _KEEP, start, end)
 
-    def zero(self) -> None:
+    def zero(self) -> bool:
         start, end = self._span(LARGEST)
-        if self._allocate(_ZERO, start, end) and end > len(self._shadow):
+        done = self._allocate(_ZERO, start, end)
+        if done and end > len(self._shadow):
             self._resize(end)
+        return done
 
     def rewrite(self) -> None:
         """As programs save again: O_TRUNC and all bytes, while others keep their descriptors."""
@@ -129,28 +135,33 @@ class Exerciser:
 
     # Maps
 
-    def map(self) -> None:
+    def map(self) -> bool:
         if self._map is not None:
             self._map.close()
             self._map = None
         if self._shadow:
             self._map = mmap.mmap(self._fd(appending=False), 0)
+        return self._map is not None
 
-    def store(self) -> None:
+    def store(self) -> bool:
         start, end = self._mapped()
         data = self._data(end - start)
-        if self._map is not None and data:
-            self._map[start:end] = data
-            self._put(data, start)
+        if self._map is None or not data:
+            return False
+        self._map[start:end] = data
+        self._put(data, start)
+        return True
 
-    def load(self) -> None:
+    def load(self) -> bool:
         start, end = self._mapped()
         if self._map is not None:
             self._same(self._map[start:end], start, end)
+        return self._map is not None and start < end
 
-    def msync(self) -> None:
+    def msync(self) -> bool:
         if self._map is not None:
             self._map.flush()
+        return self._map is not None
 
     # Descriptors
 
@@ -195,25 +206,17 @@ class Exerciser:
         self._site.mount(*self._options)
         self.compare()
 
-    def evict(self) -> None:
-        """Fill the disk until the file's local bytes have made way; it is read from the remote then."""
+    def evict(self) -> bool:
+        """The file is read from the remote then."""
         self.replicate()
         if not os.stat(self._path).st_blocks:
-            return  # empty, or nothing but a hole: there is nothing to give up
-        before = os.stat(self._path)
-        with filled(self._disk, 4 << 20):
-            until(self._is_elsewhere, f"the file to be evicted, {self._told()}")
-            assert os.stat(self._path) == before, f"eviction shows, {self._told()}"
+            return False  # empty, or nothing but a hole: there is nothing to give up
+        evict(self._site, self._disk, self._path, self._told())
         if self._random.randrange(3):
             self.compare()  # else the next operation meets a file that is not here
+        return True
 
     # Within
-
-    def _is_elsewhere(self) -> bool:
-        """Whether the file has no image; the catalog says so, since other files may lie beside images."""
-        with closing(sqlite3.connect(f"file:{self._site.store}/catalog.db?mode=ro", uri=True)) as catalog:
-            ino = os.stat(self._path).st_ino
-            return catalog.execute("SELECT image FROM inode WHERE ino = ?", (ino,)).fetchone() == (None,)
 
     def _open(self) -> None:
         self._fds.append(os.open(self._path, self._random.choice(_FLAGS)))
@@ -287,6 +290,26 @@ def _appends(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND)
 
 
+def evict(site: Site, disk: Path, path: Path, told: str) -> None:
+    """Fill the disk until the local bytes of the file at *path*, which was replicated, have made way."""
+
+    def is_elsewhere() -> bool:
+        """Whether the file has no image; the catalog says so, since other files may lie beside images."""
+        with closing(sqlite3.connect(f"file:{site.store}/catalog.db?mode=ro", uri=True)) as catalog:
+            found = catalog.execute("SELECT image FROM inode WHERE ino = ?", (os.stat(path).st_ino,)).fetchone()
+        return bool(found == (None,))
+
+    def shown() -> list[tuple[object, ...]]:
+        return [(status, status.st_mtime_ns, status.st_ctime_ns) for status in map(os.stat, (path, path.parent))]
+
+    before = shown()
+    with filled(disk, 4 << 20):
+        until(is_elsewhere, f"the file to be evicted, {told}")
+        assert shown() == before, f"eviction shows, {told}"
+
+
+Kind = Callable[[Exerciser], bool | None]
+"""An operation; False when it did nothing."""
 LIGHT = (
     *(Exerciser.read,) * 6, *(Exerciser.write,) * 5, *(Exerciser.small_write,) * 5, *(Exerciser.store,) * 6,
     *(Exerciser.load,) * 5, Exerciser.truncate, Exerciser.truncate, Exerciser.punch, Exerciser.punch, Exerciser.zero,
@@ -297,29 +320,41 @@ MEDIUM = (Exerciser.rewrite, Exerciser.replace, Exerciser.seal, Exerciser.seal, 
 HEAVY = (Exerciser.remount, Exerciser.kill, Exerciser.replicate, Exerciser.evict, Exerciser.evict, Exerciser.evict)
 
 
-def own(path: str, seed: int, parts: list[tuple[int, int]], rounds: int) -> int:
+Parts = dict[tuple[int, int], bytes]
+"""What ranges of a file hold."""
+
+
+def own(path: str, seed: int, parts: Parts, size: int, rounds: int) -> Parts:
     """In a process of its own: change, read and check *parts* of the file at *path*, which are nobody else's.
 
-    Returns how many operations it did.
+    They begin with the bytes that *parts* says; what they end with is returned. Whose part ends where the file does, at
+    *size*, cuts the file off within it at times, and makes it longer again.
     """
     chooser = random.Random(seed)
-    shadow = {part: bytearray(part[1] - part[0]) for part in parts}
+    shadow = {part: bytearray(data) for part, data in parts.items()}
     fd, mapped = os.open(path, os.O_RDWR), None
-    done = 0
+
+    def check(found: bytes, part: tuple[int, int], first: int, last: int, how: str) -> None:
+        wanted = shadow[part][first:last]
+        if found != wanted:
+            at = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), -1)
+            lengths = f"{len(found)} bytes instead of {len(wanted)}"
+            raise AssertionError(f"{how} at {part[0] + first}, seed {seed}: {lengths}, other ones at {at}")
+
     try:
         for _ in range(rounds):
-            part = chooser.choice(parts)
+            part = chooser.choice(list(parts))
             first = chooser.randrange(len(shadow[part]))
             last = chooser.randrange(first, min(len(shadow[part]), first + 5000)) + 1
             start, end = part[0] + first, part[0] + last
-            kind = chooser.randrange(20)
+            kind = chooser.randrange(24)
             if kind < 5:
                 shadow[part][first:last] = data = chooser.randbytes(last - first)
                 assert os.pwrite(fd, data, start) == len(data)
             elif kind < 9 and mapped is not None:
                 shadow[part][first:last] = mapped[start:end] = chooser.randbytes(last - first)
             elif kind < 13 and mapped is not None:
-                _check_own(bytes(mapped[start:end]), shadow[part][first:last], f"mapped {start}, seed {seed}")
+                check(bytes(mapped[start:end]), part, first, last, "mapped")
             elif kind == 13:
                 if mapped is not None:
                     mapped.close()
@@ -328,20 +363,24 @@ def own(path: str, seed: int, parts: list[tuple[int, int]], rounds: int) -> int:
                 os.close(fd)
                 fd = os.open(path, os.O_RDWR)
             elif kind == 15:
-                os.fsync(fd) if chooser.randrange(20) == 0 else os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            elif kind == 16:
+                chooser.choice((os.fsync, os.fdatasync))(fd)
+            elif kind == 17:
+                if _libc.fallocate(fd, chooser.choice((_PUNCH | _KEEP, _ZERO | _KEEP)), start, end - start) == 0:
+                    shadow[part][first:last] = bytes(last - first)
+                else:
+                    assert ctypes.get_errno() == errno.EOPNOTSUPP, f"fallocate: {ctypes.get_errno()}, seed {seed}"
+            elif kind == 18 and part[1] == size:
+                os.ftruncate(fd, start)
+                os.ftruncate(fd, size)
+                shadow[part][first:] = bytes(len(shadow[part]) - first)
             else:
-                _check_own(os.pread(fd, end - start, start), shadow[part][first:last], f"read {start}, seed {seed}")
-            done += 1
+                check(os.pread(fd, end - start, start), part, first, last, "read")
         for part in parts:
-            _check_own(os.pread(fd, part[1] - part[0], part[0]), shadow[part], f"in the end, seed {seed}")
+            check(os.pread(fd, part[1] - part[0], part[0]), part, 0, part[1] - part[0], "in the end")
     finally:
         if mapped is not None:
             mapped.close()
         os.close(fd)
-    return done
-
-
-def _check_own(found: bytes, wanted: bytearray, what: str) -> None:
-    if found != wanted:
-        at = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), -1)
-        raise AssertionError(f"{what}: {len(found)} bytes instead of {len(wanted)}, other ones at {at}")
+    return {part: bytes(data) for part, data in shadow.items()}

@@ -145,15 +145,22 @@ class Side:
         flags = (fcntl.fcntl(fd, fcntl.F_GETFL) for fd in self._fds if os.fstat(fd).st_ino == ino)
         return any(each & os.O_ACCMODE != os.O_RDONLY for each in flags)
 
-    def as_user(self, what: str, function: Callable[[Side], None], uid: int = 65534, gid: int = 65534) -> None:
-        """Run *function* in a child process that is somebody unprivileged, in the root directory."""
+    def as_user(
+        self,
+        what: str,
+        function: Callable[[Side], object],
+        uid: int = 65534,
+        gid: int = 65534,
+        groups: tuple[int, ...] = (),
+    ) -> None:
+        """Run *function* in a child process that is somebody unprivileged, also in *groups*, in the root directory."""
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
             try:
                 os.close(read_end)
                 os.chdir(self.root)  # before the privileges go: the way here may be closed to others
-                os.setgroups([])
+                os.setgroups(groups)
                 os.setgid(gid)
                 os.setuid(uid)
                 side = Side(Path("."), mount=False)

@@ -19,21 +19,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.posix.sides import Case, Side
-from tests.support.mounts import Site
+from tests.posix.sides import STATE, Case, Side
+from tests.support.mounts import Site, until
+from tests.support.syscalls import AT_EMPTY_PATH, AT_FDCWD, call, libc
 
 CASES: list[Case] = []
 PAGE = mmap.PAGESIZE
+KEEP, PUNCH, COLLAPSE, ZERO, INSERT, UNSHARE = 1, 2, 8, 16, 32, 64
 ELSEWHERE = b"/dev/shm/ckptfs-test-elsewhere"
 _AT_SYMLINK_FOLLOW = 0x400
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t) + (ctypes.c_int,) * 3 + (ctypes.c_long,)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.pwrite.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
-_libc.pread.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 
 
 def case(function: Case) -> Case:
@@ -45,14 +39,6 @@ def case(function: Case) -> Case:
 def test_same_as_a_plain_directory(same: Callable[..., None], function: Case) -> None:
     """Each case gives the same results, errnos, stats and bytes on both."""
     same(function)
-
-
-def call(function: Callable[..., int], *arguments: object) -> int:
-    """A function of libc; OSError when it says -1."""
-    result = function(*arguments)
-    if result == -1:
-        raise OSError(ctypes.get_errno(), "libc")
-    return result
 
 
 # Maps
@@ -78,14 +64,14 @@ def maps_that_are_refused(d: Side) -> None:
                 address = d_map(d, what, length, protection, how, fd, offset)
                 if address:
                     more = read | write
-                    d.attempt(f"{what}: mprotect", call, _libc.mprotect, address, length, more)
-                    _libc.munmap(address, length)
+                    d.attempt(f"{what}: mprotect", call, libc.mprotect, address, length, more)
+                    libc.munmap(address, length)
         d.close(fd)
 
 
 def d_map(d: Side, what: str, length: int, protection: int, how: int, fd: int, offset: int) -> int | None:
     """The address, which is not recorded; None when refused."""
-    address = _libc.mmap(None, length, protection, how, fd, offset)
+    address = libc.mmap(None, length, protection, how, fd, offset)
     refused = address == ctypes.c_void_p(-1).value
     d.see(what, errno.errorcode[ctypes.get_errno()] if refused else "mapped")
     return None if refused else address
@@ -102,7 +88,7 @@ def behind_the_end_of_a_map_is_sigbus(d: Side) -> None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGBUS, signal.SIG_DFL)
             fd = os.open(d.path("file"), os.O_RDWR)
-            address = _libc.mmap(None, 3 * PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+            address = libc.mmap(None, 3 * PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
             os.truncate(d.path("file"), size)
             os._exit(ctypes.string_at(address + offset, 1)[0])
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -185,9 +171,9 @@ def events(fd: int) -> list[tuple[int, str, bytes]]:
 def inotify_tells_local_changes(d: Side) -> None:
     os.mkdir(d.path("sub"))
     d.write_file("file", b"x")
-    watch = call(_libc.inotify_init1, os.O_NONBLOCK)
+    watch = call(libc.inotify_init1, os.O_NONBLOCK)
     for name in (".", "sub", "file"):
-        d.attempt(f"watch {name}", call, _libc.inotify_add_watch, watch, d.path(name), 0xFFF)
+        d.attempt(f"watch {name}", call, libc.inotify_add_watch, watch, d.path(name), 0xFFF)
     fds: list[int] = []
     steps: list[tuple[str, Callable[[], object]]] = [
         ("create", lambda: fds.append(os.open(d.path("new"), os.O_CREAT | os.O_RDWR))),
@@ -308,7 +294,7 @@ def _try_place(d: Side, label: str, fd: int) -> None:
         ("reopen", lambda: os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))),
         ("readlink", lambda: os.readlink(b"", dir_fd=fd)),
         ("dup", lambda: os.close(os.dup(fd))),
-        ("link", lambda: call(_libc.linkat, -100, path, -100, d.path("new"), _AT_SYMLINK_FOLLOW)),
+        ("link", lambda: call(libc.linkat, -100, path, -100, d.path("new"), _AT_SYMLINK_FOLLOW)),
         ("chmod by its path", lambda: os.chmod(path, 0o640)),
     ]
     for what, attempt in attempts:
@@ -350,13 +336,32 @@ def links_of_every_kind_onto_every_kind(d: Side) -> None:
     for follow in (0, _AT_SYMLINK_FOLLOW):
         for source, target in itertools.product(kinds, (*kinds, "new", "directory/new", "dirlink/", "new/")):
             what = f"{source} {target} {follow}"
-            d.attempt(what, call, _libc.linkat, -100, d.path(source), -100, d.path(target), follow)
+            d.attempt(what, call, libc.linkat, -100, d.path(source), -100, d.path(target), follow)
             d.lstat(source)
             for new in ("new", "directory/new"):
                 if os.path.lexists(d.path(new)):
                     d.lstat(new)
                     os.unlink(d.path(new))
-    d.attempt("flags", call, _libc.linkat, -100, d.path("file"), -100, d.path("new"), 0x80000)
+    d.attempt("flags", call, libc.linkat, -100, d.path("file"), -100, d.path("new"), 0x80000)
+
+
+@case
+def links_of_descriptors(d: Side) -> None:
+    """AT_EMPTY_PATH: the open file itself, however it is called now; what lost its last name gets no other."""
+    os.mkdir(d.path("directory"))
+    os.mkfifo(d.path("fifo"))
+    for name, flags in (("file", os.O_RDWR), ("file", os.O_PATH), ("fifo", os.O_PATH), ("directory", os.O_PATH)):
+        d.write_file("file", b"content")
+        fd = d.open(name, flags)
+        os.rename(d.path(name), d.path("renamed"))
+        for what in ("renamed", "unlinked"):
+            d.attempt(f"{what} {name}", call, libc.linkat, fd, b"", AT_FDCWD, d.path("new"), AT_EMPTY_PATH)
+            d.fstat(fd)
+            for each in ("new", "renamed"):
+                d.lstat(each)
+                if os.path.lexists(d.path(each)) and name != "directory":
+                    os.unlink(d.path(each))
+        d.close(fd)
 
 
 @case
@@ -430,10 +435,10 @@ def descriptors_and_positions(d: Side) -> None:
         ("seek, whence", lambda: os.lseek(fd, 0, 99)),
         ("readahead", lambda: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)),
         ("advice", lambda: os.posix_fadvise(fd, 0, 0, 99)),
-        ("syncfs", lambda: call(_libc.syncfs, fd)),
-        ("sync_file_range", lambda: call(_libc.sync_file_range, fd, ctypes.c_long(0), ctypes.c_long(0), 7)),
-        ("bad address", lambda: call(_libc.pwrite, fd, 8, 100, 0)),
-        ("read there", lambda: call(_libc.pread, fd, 8, 5, 0)),
+        ("syncfs", lambda: call(libc.syncfs, fd)),
+        ("sync_file_range", lambda: call(libc.sync_file_range, fd, ctypes.c_long(0), ctypes.c_long(0), 7)),
+        ("bad address", lambda: call(libc.pwrite, fd, 8, 100, 0)),
+        ("read there", lambda: call(libc.pread, fd, 8, 5, 0)),
         ("fcntl", lambda: fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE),
         ("no terminal", lambda: os.tcgetpgrp(fd)),
     ]
@@ -491,8 +496,8 @@ def handles_that_outlive_descriptors(d: Side) -> None:
     try:
         for name in ("directory", "directory/file"):
             handle, mount_id = ctypes.create_string_buffer(struct.pack("Ii", 128, 0), 8 + 128), ctypes.c_int()
-            d.attempt("handle", call, _libc.name_to_handle_at, -100, d.path(name), handle, ctypes.byref(mount_id), 0)
-            fd = call(_libc.open_by_handle_at, mount, handle, os.O_RDONLY)
+            d.attempt("handle", call, libc.name_to_handle_at, -100, d.path(name), handle, ctypes.byref(mount_id), 0)
+            fd = call(libc.open_by_handle_at, mount, handle, os.O_RDONLY)
             d.see("the same", os.fstat(fd).st_ino == os.stat(d.path(name)).st_ino)
             os.close(fd)
     finally:
@@ -504,9 +509,8 @@ def handles_that_outlive_descriptors(d: Side) -> None:
 
 def test_fallocate_in_every_mode(same: Callable[..., None]) -> None:
     """As on a plain directory or EOPNOTSUPP, never ENOSYS, and a refusal of one file is not remembered for others."""
-    keep, punch, collapse, zero, insert, unshare = 1, 2, 8, 16, 32, 64
     modes = (
-        0, keep, punch | keep, punch, collapse, zero, zero | keep, insert, unshare, unshare | keep, collapse | keep, 128
+        0, KEEP, PUNCH | KEEP, PUNCH, COLLAPSE, ZERO, ZERO | KEEP, INSERT, UNSHARE, UNSHARE | KEEP, COLLAPSE | KEEP, 128
     )  # fmt: skip
     ranges = ((0, 4096), (4096, 8192), (100, 5000), (0, 0), (-1, 10), (0, -1), (30_000, 10_000), ((1 << 62), 1 << 62))
     found: list[list[tuple[object, ...]]] = []
@@ -516,7 +520,7 @@ def test_fallocate_in_every_mode(same: Callable[..., None]) -> None:
         for mode, (offset, length) in itertools.product(modes, ranges):
             d.write_file("file", bytes(range(256)) * 100)
             fd = os.open(d.path("file"), os.O_RDWR)
-            allocate = _libc.fallocate(fd, mode, ctypes.c_long(offset), ctypes.c_long(length))
+            allocate = libc.fallocate(fd, mode, ctypes.c_long(offset), ctypes.c_long(length))
             number = ctypes.get_errno() if allocate else 0
             results.append((mode, offset, length, number, os.fstat(fd).st_size, os.pread(fd, 100_000, 0)))
             os.close(fd)
@@ -550,18 +554,62 @@ def test_acls_and_flags_are_refused(site: Site) -> None:
     assert (root / "copy").read_bytes() == b"x"
 
 
-def test_blocks_are_what_is_allocated(site: Site, tmp_path: Path) -> None:
-    """st_blocks of dense, sparse and truncated files are the disk's own."""
-    for name, pieces, size in (("dense", ((0, 300_000),), None), ("sparse", ((0, 5), (500_000, 9)), 10_000_000),
-                               ("hole", (), 1 << 30), ("cut", ((0, 300_000),), 100), ("empty", (), None)):  # fmt: skip
-        blocks = []
-        for root in (tmp_path, site.mountpoint):
-            with open(root / f"blocks {name}", "wb") as file:
-                for offset, length in pieces:
-                    os.pwrite(file.fileno(), b"x" * length, offset)
-                if size is not None:
-                    os.ftruncate(file.fileno(), size)
-                os.fsync(file.fileno())
-                opened = os.fstat(file.fileno()).st_blocks
-            blocks.append((opened, os.stat(root / f"blocks {name}").st_blocks))
-        assert blocks[1] == blocks[0], name
+def fill(pieces: tuple[tuple[int, int], ...], size: int | None = None) -> Callable[[int], None]:
+    """Writes (offset, length) *pieces* and truncates to *size*."""
+
+    def change(fd: int) -> None:
+        for offset, length in pieces:
+            os.pwrite(fd, b"x" * length, offset)
+        if size is not None:
+            os.ftruncate(fd, size)
+
+    return change
+
+
+def allocate(*modes_and_ranges: tuple[int, int, int]) -> Callable[[int], None]:
+    """Fills 300,000 bytes, flushed to the disk, and has (mode, offset, length) each allocated or made a hole."""
+
+    def change(fd: int) -> None:
+        fill(((0, 300_000),))(fd)
+        os.fsync(fd)
+        for mode, offset, length in modes_and_ranges:
+            call(libc.fallocate, fd, mode, ctypes.c_long(offset), ctypes.c_long(length))
+
+    return change
+
+
+FILES: dict[str, Callable[[int], None]] = {
+    "dense": fill(((0, 300_000),)),
+    "sparse": fill(((0, 5), (500_000, 9)), 10_000_000),
+    "hole": fill((), 1 << 28),
+    "cut": fill(((0, 300_000),), 100),
+    "empty": fill(()),
+    "punched": allocate((PUNCH | KEEP, 8192, 100_000), (PUNCH | KEEP, 200_001, 50_000)),
+    "punched whole": allocate((PUNCH | KEEP, 0, 1 << 20)),
+    "allocated": allocate((0, 0, 1 << 20)),
+    "allocated behind the end": allocate((KEEP, 0, 1 << 20)),
+    "zeroed": allocate((ZERO, 4096, 100_000), (ZERO | KEEP, 300_000, 100_000)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_blocks_are_what_is_allocated(site: Site, tmp_path: Path, name: str) -> None:
+    """st_blocks are the disk's own: while the file is open, when it is closed, and when it is sealed."""
+    blocks = []
+    for root in (site.mountpoint, tmp_path):
+        path = root / name
+        with open(path, "wb") as file:
+            try:
+                FILES[name](file.fileno())
+            except OSError as error:
+                if error.errno == errno.EOPNOTSUPP and not site.has_passthrough():
+                    pytest.skip("fallocate takes passthrough")
+                raise
+            os.fsync(file.fileno())
+            opened = os.fstat(file.fileno()).st_blocks
+        blocks.append((opened, os.stat(path).st_blocks))
+    assert blocks[0] == blocks[1]
+    path = site.mountpoint / name
+    until(lambda: os.getxattr(path, STATE) == b"sealed", "the file to be sealed")
+    assert os.stat(path).st_blocks == blocks[1][1]
+    assert path.read_bytes() == (tmp_path / name).read_bytes()

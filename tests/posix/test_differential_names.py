@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.posix.sides import Case, Side
+from tests.support.mounts import Site
 
 CASES: list[Case] = []
 NOREPLACE, EXCHANGE, WHITEOUT = 1, 2, 4
@@ -520,3 +522,14 @@ def paths_with_dots_and_slashes(d: Side) -> None:
         d.stat(name)
     d.see("parent", os.stat(d.path("a/b/..")).st_ino == os.stat(d.path("a")).st_ino)
     d.see("dots", [os.stat(d.path(name)).st_ino == os.stat(d.path("a")).st_ino for name in ("a/.", "a/b/..")])
+
+
+def test_whiteouts_are_refused(site: Site) -> None:
+    """RENAME_WHITEOUT, which only overlayfs needs, says EINVAL, and nothing is renamed."""
+    path = site.mountpoint / "whiteout"
+    path.write_bytes(b"x")
+    for flags in (WHITEOUT, WHITEOUT | NOREPLACE):
+        with pytest.raises(OSError) as refusal:
+            renameat2(os.fsencode(path), os.fsencode(path.with_name("renamed")), flags)
+        assert refusal.value.errno == errno.EINVAL
+    assert path.read_bytes() == b"x" and not path.with_name("renamed").exists()

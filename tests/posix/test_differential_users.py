@@ -7,13 +7,15 @@ import functools
 import os
 import stat
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.posix.sides import Case, Side
+from tests.support.mounts import TINY, Site
 
 CASES: list[Case] = []
-ALICE, BOB, GROUP = 1001, 1002, 2000
+ALICE, BOB, GROUP, OTHERS = 1001, 1002, 2000, 3000
 UTIME_NOW, UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -253,5 +255,92 @@ def groups_open_directories(d: Side) -> None:
             os.fchdir(fd)
             os.close(fd)
 
-    for uid, gid in ((BOB, GROUP), (BOB, BOB), (ALICE, ALICE)):
-        d.as_user(f"{uid}:{gid}", try_all, uid, gid)
+    for uid, gid, groups in ((BOB, GROUP, ()), (BOB, BOB, ()), (ALICE, ALICE, ()), (BOB, BOB, (OTHERS, GROUP))):
+        d.as_user(f"{uid}:{gid} {groups}", try_all, uid, gid, groups)
+
+
+@case
+def supplementary_groups_of_who_changes(d: Side) -> None:
+    """A file may be given to any group one is in and to no other; S_ISGID is only for those who are in its group."""
+    changes: list[tuple[str, Callable[[Side], object]]] = [
+        (f"chgrp {group}", lambda side, group=group: os.chown(side.path("file"), -1, group))
+        for group in (BOB, GROUP, ALICE, OTHERS)
+    ]
+    changes += [
+        (f"chmod {mode:o}", lambda side, mode=mode: os.chmod(side.path("file"), mode))
+        for mode in (0o2755, 0o2745, 0o6777)
+    ]
+    changes += [
+        ("chmod and chgrp", lambda side: (os.chmod(side.path("file"), 0o2711), os.chown(side.path("file"), -1, BOB))),
+        ("fchmod", lambda side: _with(side, os.O_RDONLY, lambda fd: os.fchmod(fd, 0o2775))),
+        ("fchgrp", lambda side: _with(side, os.O_RDONLY, lambda fd: os.fchown(fd, -1, GROUP))),
+        ("write", lambda side: _with(side, os.O_WRONLY, lambda fd: os.pwrite(fd, b"y", 0))),
+        ("truncate", lambda side: os.truncate(side.path("file"), 3)),
+    ]
+    for owner, group in ((BOB, BOB), (BOB, GROUP), (BOB, OTHERS), (ALICE, GROUP), (ALICE, OTHERS)):
+        for mode, groups in ((0o2777, (GROUP, 4000)), (0o777, (GROUP, 4000)), (0o6777, ()), (0o2770, (4000, GROUP))):
+            for what, change in changes:
+                make_as(d, owner, group, "file", mode)
+                d.as_user(
+                    f"{what} of {owner}:{group} {mode:o} in {groups}",
+                    lambda side: side.attempt("it", change, side),  # noqa: B023
+                    BOB,
+                    BOB,
+                    groups,
+                )
+                d.stat("file")
+                os.unlink(d.path("file"))
+
+
+@case
+def supplementary_groups_in_set_group_id_directories(d: Side) -> None:
+    """What is made there belongs to the directory's group, and is S_ISGID only where its maker is in that group."""
+    for group in (BOB, GROUP, OTHERS):
+        for mode in (0o2777, 0o777):
+            make_as(d, ALICE, group, f"{group} {mode:o}/", mode)
+
+    def make(side: Side) -> None:
+        os.umask(0)
+        for top in (f"{group} {mode:o}" for group in (BOB, GROUP, OTHERS) for mode in (0o2777, 0o777)):
+            for mode in (0o2775, 0o2765, 0o775):
+                side.attempt("create", side.open, f"{top}/file {mode:o}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+                side.attempt("mkdir", os.mkdir, side.path(f"{top}/directory {mode:o}"), mode)
+                side.attempt("mkfifo", os.mkfifo, side.path(f"{top}/fifo {mode:o}"), mode)
+                for kind in ("file", "directory", "fifo"):
+                    side.stat(f"{top}/{kind} {mode:o}")
+
+    d.as_user("member", make, BOB, BOB, (GROUP,))
+
+
+def test_a_mount_of_ones_own_is_closed_to_others(tmp_path: Path) -> None:
+    """With --no-allow-other every call of another user says EACCES, whatever the modes, and changes nothing."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "beside").touch()
+    with Site(tmp_path, tuning=TINY) as site:
+        site.mount("--owner", "stored", "--no-allow-other")
+        top, file = site.mountpoint, site.mountpoint / "file"
+        top.chmod(0o777)
+        file.write_bytes(b"content")
+        file.chmod(0o666)
+        opened = os.open(file, os.O_RDONLY)
+        attempts: list[tuple[str, Callable[[], object]]] = [
+            ("stat", lambda: os.stat("mnt/file")),
+            ("stat of the mount", lambda: os.stat("mnt")),
+            ("list", lambda: os.listdir("mnt")),
+            ("read", lambda: os.open("mnt/file", os.O_RDONLY)),
+            ("create", lambda: os.open("mnt/new", os.O_CREAT | os.O_WRONLY)),
+            ("mkdir", lambda: os.mkdir("mnt/new")),
+            ("unlink", lambda: os.unlink("mnt/file")),
+            ("rename", lambda: os.rename("mnt/file", "mnt/new")),
+            ("attribute", lambda: os.getxattr("mnt/file", "user.ckptfs.state")),
+            ("chdir", lambda: os.chdir("mnt")),
+            ("again", lambda: os.open(f"/proc/self/fd/{opened}", os.O_RDONLY)),
+        ]
+        side = Side(tmp_path, mount=True)
+        side.as_user("bob", lambda bob: bob.read_file("beside"))
+        assert side.record.pop() == ("bob: read 'beside'", b"")
+        side.as_user("bob", lambda bob: [bob.attempt(what, attempt) for what, attempt in attempts], BOB, BOB)
+        os.close(opened)
+        assert side.record == [(f"bob: {what}", "EACCES") for what, _ in attempts]
+        assert [(path.name, path.read_bytes()) for path in top.iterdir()] == [("file", b"content")]
+        site.umount()
