@@ -63,6 +63,8 @@ class Store:
         self.images = Images(path / "images")
         self.unowned: set[ImageId] = set()
         """Images with a row that are being made, and that no file or cut has yet."""
+        self.unreadable: set[ImageId] = set()
+        """Images that the disk did not give when they were to be sealed."""
         self.sync = GroupSync(self.catalog, self.images, self.contents.forget_images)
         self.sync.on_poisoned = self._poisoned
         self.clock = Clock()

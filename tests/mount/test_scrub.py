@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,16 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
 
 @pytest.fixture
 def saved(original: Saved, tmp_path: Path) -> Iterator[Saved]:
+    with copied(original, tmp_path) as copy:
+        yield copy
+
+
+@contextmanager
+def copied(original: Saved, directory: Path) -> Iterator[Saved]:
     """A copy of the store and remote, to be damaged: the daemon takes it for the same machine's by its settings."""
-    with Site(tmp_path, tuning=None) as site:
+    with Site(directory, tuning=None) as site:
         shutil.copytree(original.site.store, site.store, symlinks=True)
-        remote = tmp_path / "remote"
+        remote = directory / "remote"
         shutil.copytree(original.remote, remote)
         settings = json.loads((site.store / "settings.json").read_text())
         settings["remote"] = f"file://{remote}"
