@@ -194,6 +194,24 @@ def cold(site: Site, name: str) -> str:
     return image.name
 
 
+@pytest.mark.parametrize("passthrough", ["on", "off"])
+def test_a_quota_is_a_full_disk(site: Site, disk: TestDisk, passthrough: str) -> None:
+    """A save that it does not allow is told as that or as a full disk, and never done; what was there stays.
+
+    The catalog's log has its blocks before it needs them.
+    """
+    program = begin(site, "--passthrough", passthrough)
+    for after in range(3):
+        disk.fail(*(Fault(operation, IMAGE, errno.EDQUOT, after=after) for operation in ("create", "write")))
+        for _ in range(2):
+            program.save(os.urandom(400_000))
+            assert [each.errno in (errno.EDQUOT, errno.ENOSPC) for each in program.told] == [True], program.told
+            program.check()
+        assert disk.failed() and site.daemon() is not None
+        heals(site, program, disk, "more is allowed")
+    ends_well(site, program)
+
+
 @pytest.mark.parametrize("operation", ["read", "open"])
 def test_case_016_a_file_that_cannot_be_read(site: Site, disk: TestDisk, operation: str) -> None:
     """Its reader gets EIO, those of others their bytes; when the disk works again, so does it."""
