@@ -6,16 +6,17 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist loadfile
 
-.PHONY: help setup system frameworks test test-slow test-daemon-served exercise check demo clean
+.PHONY: help setup system frameworks test test-slow test-slow-daemon-served test-daemon-served test-all exercise check demo clean
 
 help:
 	@echo "make setup       system packages (when root or sudo) and a virtual environment in $(VENV)"
 	@echo "make test        setup, then every test that takes seconds"
 	@echo "make test-slow   setup, then those that take minutes"
 	@echo "make test-daemon-served   every quick test without passthrough"
+	@echo "make test-all    frameworks, then every test there is, with passthrough and without, and exercise: many hours"
 	@echo "make exercise S=7200   random operations on mounts, for so many seconds each (the default is an hour)"
 	@echo "make check       ruff and mypy"
-	@echo "make frameworks  PyTorch for the framework tests, which are skipped without it"
+	@echo "make frameworks  PyTorch, JAX and others for the framework tests, which are skipped without them"
 	@echo "make demo        setup, then a tour: save, vanish, resume"
 
 setup: system $(VENV)/.test-installed
@@ -35,7 +36,7 @@ $(VENV)/.dev-installed: pyproject.toml | $(VENV)/.test-installed
 	touch $@
 
 frameworks: setup
-	$(BIN)/pip install --disable-pip-version-check --only-binary :all: torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --prefer-binary -e '.[frameworks]'
 
 # What programs see must be the same whoever serves the bytes: those tests run without passthrough too.
 test: setup
@@ -45,6 +46,9 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+test-slow-daemon-served: setup
+	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest -m slow
+
 test-daemon-served: setup
 	CKPTFS_PASSTHROUGH=off $(BIN)/python -m pytest $(SHARED) -m 'not slow'
 
@@ -53,6 +57,11 @@ S ?= 3600
 exercise: setup
 	for mode in auto off; do CKPTFS_EXERCISE_S=$(S) CKPTFS_PASSTHROUGH=$$mode $(BIN)/python -m pytest -m slow \
 	    tests/posix/test_random_operations.py tests/posix/test_data_exerciser.py || exit 1; done
+
+# One after the other, whatever -j says: each loads the machine by itself.
+test-all: frameworks
+	for each in test test-daemon-served test-slow test-slow-daemon-served exercise; do \
+	    $(MAKE) $$each || exit 1; done
 
 check: setup $(VENV)/.dev-installed
 	$(BIN)/ruff check .

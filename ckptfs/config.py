@@ -113,7 +113,7 @@ class Tuning:
     """Flushing everything is begun this often, unasked: a closed file is promised to be durable after 5 s."""
     retry_first_s: float = 0.5
     retry_most_s: float = 60.0
-    """Backoff of a failing remote: first and largest wait."""
+    """Backoff of a failing remote: first and largest wait. What the disk does not give is read again after this."""
 
 
 NEVER_S = -1.0

@@ -429,7 +429,7 @@ class Engine:
 
     def _sealed(self, ino: Inode | None, image: ImageId, manifest: int) -> None:
         if self.replica:
-            self.replica.sealed(ino)
+            self.replica.sealed(ino, late=image in self._store.unreadable)
         self._wake()
 
     def _wake(self) -> None:

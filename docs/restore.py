@@ -202,7 +202,11 @@ class Merged:
                 continue
             waiting += tree.get("parts", [])
             for entry in tree.get("entries", []):
-                self.add(tree["id"], entry)
+                try:
+                    self.add(tree["id"], entry)
+                except Damaged as error:
+                    fail(f"tree {digest}", error)
+                    continue
                 if "tree" in entry:
                     waiting.append(entry["tree"])
 

@@ -113,6 +113,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self._unreadable: set[str] = set()
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def read(self, chunk: ChunkId, length: int, places: Places) -> bytes | None:
@@ -123,7 +124,9 @@ class _Reader:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self.notes.append(f"{path} cannot be read at {offset}: {error}")
+                if path not in self._unreadable:
+                    self._unreadable.add(path)
+                    self.notes.append(f"{path} cannot be read at {offset}: {error}")
                 continue
             if len(data) == length and digest(data) == chunk:
                 return data

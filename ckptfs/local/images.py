@@ -166,14 +166,14 @@ def punch(file: str, spans: Iterable[tuple[int, int]]) -> None:
 
 
 def begin_writing_out(files: Iterable[str]) -> None:
-    """Let the disk begin to write all of *files*, as far as they exist; waits for nothing.
+    """Let the disk begin to write all of *files*, as far as they can be opened; waits for nothing.
 
     When many are flushed one by one afterwards, the first flush commits the journal for all.
     """
     for file in files:
         try:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except OSError:  # gone; or whoever flushes it is told
             continue
         try:
             begin_writing_out_of(fd)

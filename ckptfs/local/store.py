@@ -63,6 +63,8 @@ class Store:
         self.images = Images(path / "images")
         self.unowned: set[ImageId] = set()
         """Images with a row that are being made, and that no file or cut has yet."""
+        self.unreadable: set[ImageId] = set()
+        """Images that the disk did not give when they were to be sealed."""
         self.sync = GroupSync(self.catalog, self.images, self.contents.forget_images)
         self.sync.on_poisoned = self._poisoned
         self.clock = Clock()
@@ -167,6 +169,10 @@ class Store:
         if power_cut:
             self._recovery.forget_unneeded_manifests()
         self._recover_images()
+        if not power_cut:
+            for image in self.contents.unsealed_images():
+                if self.images.path(image).exists():  # damage may name one that never was, and has no folder to flush
+                    self.sync.created(image)
 
     def _recover_replaced(self, power_cut: bool) -> None:
         """Take back what replaced something and may not be on the disk: all of it when the power was cut.
@@ -182,9 +188,6 @@ class Store:
             self._recovery.disown(each.image)
         for image in self.contents.poisoned():
             self.sync.poisoned[image] = OSError(errno.EIO, "a flush failed before the last stop")
-        if not power_cut:
-            for image in self.contents.unsealed_images():
-                self.sync.created(image)
 
     def _place(self) -> str:
         """Where this catalog is: a copy or a restored backup has another inode, device or machine."""

@@ -275,9 +275,10 @@ class Publisher:
         self._admitted = True
 
     def _is_sealed(self, cut: CutRow) -> bool:
-        """Whether every file of the cut is. Images whose flush failed never are, and nothing is to wait for them."""
+        """Whether every file of the cut is. Nothing is to wait for images whose flush failed or that cannot be read."""
+        hopeless = self._store.sync.poisoned.keys() | self._store.unreadable
         while (image := self._cuts.first_unsealed(cut.id)) is not None:
-            if image not in self._store.sync.poisoned and self._store.images.path(image).exists():
+            if image not in hopeless and self._store.images.path(image).exists():
                 return False
             log.error("image %016x cannot be sealed: its file is left out of what is published", image)
             self._cuts.leave_out(image)

@@ -176,9 +176,9 @@ class Replica:
     def attributes_changed(self, ino: Inode) -> None:
         self.settler.attributes_changed(ino)
 
-    def sealed(self, ino: Inode | None) -> None:
-        """A closed file, or one that only a cut has, was sealed."""
-        self.settler.sealed(ino)
+    def sealed(self, ino: Inode | None, *, late: bool) -> None:
+        """A closed file, or one that only a cut has, was sealed; *late*: a cut may have been published without it."""
+        self.settler.sealed(ino, late=late)
 
     def seal_failed(self, image: ImageId) -> None:
         """*image* cannot be read: what waits for it is published without it."""

@@ -67,6 +67,7 @@ class Sealer:
         self._wanted = trio.Event()
         self._busy: dict[ImageId, int] = {}
         self._submitted_at, self._burst_began = -math.inf, math.inf
+        self._read_again_at = math.inf
         self.on_sealed: Callable[[Inode | None, ImageId, int], None] = lambda ino, image, manifest: None
         self.on_failed: Callable[[ImageId], None] = lambda image: None
         """Called with an image whose bytes the disk did not give: no cut may wait for it."""
@@ -95,8 +96,10 @@ class Sealer:
             if not self._writes.is_being_written(image):
                 self.submit(image)
         while True:
-            await self._wanted.wait()
+            with trio.move_on_at(self._read_again_at):
+                await self._wanted.wait()
             self._wanted = trio.Event()
+            self._submit_unreadable()
             while self._queue:
                 self._busy = self._take()
                 if not self._busy:
@@ -112,6 +115,15 @@ class Sealer:
                 finally:
                     self._busy = {}
             self._burst_began = math.inf
+
+    def _submit_unreadable(self) -> None:
+        """Once more what the disk did not give, when it is time."""
+        if trio.current_time() < self._read_again_at:
+            return
+        self._read_again_at = math.inf
+        for image in self._store.unreadable:
+            self.submit(image)
+        self._store.unreadable.intersection_update(self._queue)  # others were deleted
 
     def _take(self) -> dict[ImageId, int]:
         """The next images to seal, and their bytes: a large one on its own; small ones share the flushes of the disk.
@@ -144,7 +156,12 @@ class Sealer:
         contents = {ImageId(image): Hashed._make(each) for image, each in found}
         failed = {ImageId(image) for image, _ in refused}
         for image, why in refused:
-            log.error("image %016x could not be sealed: %s", image, why)
+            if image not in self._store.unreadable:
+                log.error("image %016x could not be sealed, and is tried again: %s", image, why)
+        self._store.unreadable.difference_update(images.keys() - generations.keys())
+        self._store.unreadable |= failed
+        if failed:
+            self._read_again_at = trio.current_time() + self._store.settings.tuning.retry_most_s
         try:
             await self._store.sync.sync(*contents)  # also flushes the images' names
         except OSError as error:
@@ -182,6 +199,7 @@ class Sealer:
             if ino is not None:
                 self._writes.sealed(image, manifest)
             self.on_sealed(ino, image, manifest)
+            self._store.unreadable.discard(image)
         return {image: manifest for image, (_, manifest) in seals.items()}
 
     def _record_one(self, image: ImageId, hashed: Hashed) -> tuple[Inode | None, int]:

@@ -195,9 +195,15 @@ class Settler:
             self._directory(parent, now).active_at = now
         self._evaluate()
 
-    def sealed(self, ino: Inode | None, *, provisional: bool = False, unchanged: bool = True) -> None:
-        """A file was sealed; or a log was, *provisional*, what was sealed of it before being *unchanged* or not."""
+    def sealed(
+        self, ino: Inode | None, *, late: bool = False, provisional: bool = False, unchanged: bool = True
+    ) -> None:
+        """A file was sealed, maybe so *late* that a cut was published without it; or a log was, *provisional*, what was
+        sealed of it before being *unchanged* or not."""
         if not provisional:
+            if late:
+                self._changed()
+                self._evaluate()
             self._wake()
             return
         file = self._open.get(ino) if ino is not None else None

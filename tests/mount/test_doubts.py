@@ -16,13 +16,14 @@ import pytest
 
 from ckptfs.encoding.keys import pack_key
 from ckptfs.local.store import Store
-from tests.support.damage import flip, objects
+from tests.support.damage import flip, image_of, objects
+from tests.support.disks import filled, small_disk
 from tests.support.mounts import TINY, Site, until
 
 pytestmark = pytest.mark.timeout(120)
 
 FAST = ("--settle", "100ms", "--lag", "100ms")
-SIZE = 6000
+SIZE, MIB = 6000, 1 << 20
 
 
 @dataclass
@@ -158,6 +159,45 @@ def test_what_nobody_needs_is_not_missed(pair: Pair) -> None:
     (pair.far.mountpoint / "run" / "one").unlink()
     until(lambda: damaged(pair.far) == [], "it to be forgotten")
     pair.far.umount()
+
+
+def test_what_a_pack_in_doubt_has_is_not_evicted(pair: Pair, tmp_path: Path) -> None:
+    """A disk is so full that everything should make way: what is safe does; what may be nowhere else stays."""
+    (pair.near.store / "settings.json").unlink()  # one pack for all of a directory
+    kept, safe = os.urandom(8 * MIB), [os.urandom(10 * MIB) for _ in range(3)]
+    pair.save(kept=kept, lost=os.urandom(SIZE))
+    (pack,) = objects(pair.remote, "packs")
+    pair.near.mount()
+    for number, data in enumerate(safe):
+        (pair.near.mountpoint / f"safe-{number}").write_bytes(data)
+    pair.near.umount()
+    with small_disk(tmp_path, 200) as disk:
+        pair.far.store = disk / "store"
+        pair.far.store.mkdir()
+        rarely = {"tuning": {"retry_most_s": 3600}}  # healing would send it again, and it could go
+        (pair.far.store / "settings.json").write_text(json.dumps(rarely))
+        pair.far.mount("--remote", pair.url, *FAST)
+        files = {pair.far.mountpoint / f"safe-{number}": data for number, data in enumerate(safe)}
+        files[pair.far.mountpoint / "run" / "kept"] = kept
+        assert all(path.read_bytes() == data for path, data in files.items())
+        assert all(is_local(pair.far, path) for path in files)
+        pack.unlink()
+        fails_to_read(pair.far.mountpoint / "run" / "lost")
+        until(lambda: not pair.far.status()["safe"], "it to be recorded what is here", 10)
+        with filled(disk, leaving=4 * MIB):
+            for number in range(4):  # each waits for room
+                (pair.far.mountpoint / f"saved-{number}").write_bytes(os.urandom(10_000))
+            until(lambda: [is_local(pair.far, path) for path in files] == [False] * 3 + [True], "what is safe to go")
+        assert all(path.read_bytes() == data for path, data in files.items())
+        pair.far.umount(status=3)
+
+
+def is_local(site: Site, path: Path) -> bool:
+    """Whether the site's disk holds bytes of the file."""
+    try:
+        return image_of(site.store, path.name).stat().st_blocks > 0
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])

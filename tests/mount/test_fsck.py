@@ -124,6 +124,23 @@ def test_damage_upon_damage_does_not_keep_a_store_from_opening(saved: Saved) -> 
     saved.check()
 
 
+def test_a_cut_that_names_no_image(site: Site) -> None:
+    """Everything else is saved and flushed all the same, and fsck mends it where the store has always been."""
+    site.mount()
+    (site.mountpoint / "file").write_bytes(b"x" * 5000)
+    site.umount()
+    DAMAGES["cut"](site.store)
+    site.mount()
+    with open(site.mountpoint / "file", "r+b") as file:
+        file.write(b"y")
+        os.fsync(file.fileno())
+    site.umount()
+    assert fsck(site, "--repair")["sound"]
+    site.mount()
+    assert (site.mountpoint / "file").read_bytes() == b"y" + b"x" * 4999
+    site.umount()
+
+
 def test_what_the_remote_lost_is_put_again(saved: Saved) -> None:
     """Objects that the remote does not list any more are found without reading a byte, and made anew."""
     paths = [path for kind in ("packs", "manifests", "trees") for path in objects(saved.remote, kind)]

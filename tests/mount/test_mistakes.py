@@ -233,3 +233,25 @@ def test_a_mount_whose_words_nobody_reads(site: Site) -> None:
     (site.mountpoint / "file").write_bytes(b"1")
     assert site.status()["state"] in ("closed", "sealed")
     site.umount()
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["daemon", "foreground"])
+def test_mounting_over_the_current_directory(site: Site, stays: bool) -> None:
+    """What is started inside the directory that becomes the mountpoint serves it, and is not in its own way."""
+    site.mountpoint.mkdir()
+    command = [*COMMAND, "mount", ".", "--store", str(site.store), "--force", *(["--foreground"] if stays else [])]
+    with subprocess.Popen(
+        command, cwd=site.mountpoint, env=site.environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as started:  # fmt: skip
+        try:
+            until(lambda: is_mounted(site.mountpoint) and site.daemon() is not None, "the mount")
+            (site.mountpoint / "file").write_bytes(b"data")
+            assert (site.mountpoint / "file").read_bytes() == b"data"
+            if not stays:
+                assert started.wait(30) == 0
+            site.umount()
+            assert started.wait(30) == 0 and not is_mounted(site.mountpoint)
+        finally:
+            started.kill()
+    assert os.listdir(site.mountpoint) == []

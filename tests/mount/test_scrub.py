@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptfs.client import ask
 from ckptfs.engine import Engine
 from ckptfs.repair.findings import Report
 from ckptfs.repair.pace import Scrubbing
@@ -81,10 +84,16 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
 
 @pytest.fixture
 def saved(original: Saved, tmp_path: Path) -> Iterator[Saved]:
+    with copied(original, tmp_path) as copy:
+        yield copy
+
+
+@contextmanager
+def copied(original: Saved, directory: Path) -> Iterator[Saved]:
     """A copy of the store and remote, to be damaged: the daemon takes it for the same machine's by its settings."""
-    with Site(tmp_path, tuning=None) as site:
+    with Site(directory, tuning=None) as site:
         shutil.copytree(original.site.store, site.store, symlinks=True)
-        remote = tmp_path / "remote"
+        remote = directory / "remote"
         shutil.copytree(original.remote, remote)
         settings = json.loads((site.store / "settings.json").read_text())
         settings["remote"] = f"file://{remote}"
@@ -217,6 +226,42 @@ def test_what_cannot_be_scrubbed_is_said(site: Site, tmp_path: Path) -> None:
     site.mount()
     done = site.run("scrub", "--remote", str(site.mountpoint))
     assert done.status == 1 and "no remote" in done.err
+    site.umount()
+
+
+def test_a_share_is_looked_at(site: Site) -> None:
+    """Of 400 files some 40, others each time; a share of all is all."""
+    site.mount()
+    for number in range(400):
+        (site.mountpoint / str(number)).write_bytes(b"%d" % number * 100)
+    assert site.run("wait", str(site.mountpoint), "--for", "sealed").status == 0
+    looked = []
+    for share in ("10%", "10%", "100%"):
+        done = site.run("scrub", str(site.mountpoint), "--sample", share, "--json")
+        assert done.status == 0, done.said
+        looked.append(json.loads(done.out)["files"])
+    assert looked[2] == 400 and all(10 < each < 80 for each in looked[:2]), looked  # five standard deviations
+    site.umount()
+
+
+def test_a_rate_is_kept_and_progress_told(site: Site) -> None:
+    """Four files of a MiB at a MiB a second take three seconds at the least; who waits sees how far it is."""
+    site.mount()
+    for number in range(4):
+        (site.mountpoint / str(number)).write_bytes(os.urandom(1 << 20))
+    assert site.run("wait", str(site.mountpoint), "--for", "sealed").status == 0
+    done = site.run("scrub", str(site.mountpoint))
+    assert done.status == 0, done.said
+    began = time.monotonic()
+    done = site.run("scrub", str(site.mountpoint), "--rate", "1M")
+    assert done.status == 0 and "scrubbing: " in done.err, done.said
+    assert time.monotonic() - began > 2.8
+    told: list[dict[str, Any]] = []
+    request = {"path": "/", "remote": False, "sample": 1.0, "rate_bytes_s": 2 << 20, "repair": True}
+    assert ask(site.store, "scrub", told.append, **request)["bytes"] == 4 << 20
+    ways = [each["sent_bytes"] for each in told]
+    assert ways == sorted(ways) and len(set(ways)) > 2, ways
+    assert {each["sent_bytes"] + each["pending_bytes"] for each in told} == {4 << 20}
     site.umount()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machines import Machines, same_soon
-from tests.support.mounts import Site
+from tests.support.machines import Machines, census, same_soon
+from tests.support.mounts import Site, until
 from tests.support.proxy import Faults
 
 pytestmark = pytest.mark.timeout(150)
@@ -116,3 +116,27 @@ def test_a_store_that_moved_goes_on(machines: Machines, tmp_path: Path) -> None:
     third = machines.site("third")
     assert sorted(os.listdir(machines.mount(third))) == ["checkpoint-1", "checkpoint-2"]
     same_soon(moved.mountpoint, third.mountpoint)
+
+
+@pytest.mark.parametrize("told_by", ["wait", "status"])
+def test_the_machine_is_gone(machines: Machines, told_by: str) -> None:
+    """Unplugged and never seen again: every checkpoint that was called replicated is elsewhere, byte for byte."""
+    way = machines.proxy()
+    a = machines.site("a", by=way)
+    top = machines.mount(a)
+    for step in (1, 2, 3):
+        save(top, step)
+        if told_by == "wait":
+            replicated(a)
+        else:
+            until(lambda: a.status()["safe"], "status to call everything safe", 60)
+    promised = census(top)
+    way.faults = Faults(mode="refuse")
+    save(top, 4)
+    assert not a.status()["safe"]
+    unsafe = a.run("wait", str(top / "checkpoint-4"), "--timeout", "1s")
+    assert unsafe.status == 3 and a.run("wait", str(top / "checkpoint-3"), "--timeout", "1s").status == 0
+    a.kill()
+    shutil.rmtree(a.store)
+    there = census(machines.mount(machines.site("elsewhere")))
+    assert there == promised

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptfs.encoding.manifest import decode_content
+from ckptfs.errors import FormatError
 from ckptfs.ids import ROOT_INODE, digest
 
 
@@ -93,6 +94,10 @@ def _contents(db: sqlite3.Connection, store: Path) -> Iterator[str]:
     ):
         path = store / "images" / f"{image:016x}"[-2:] / f"{image:016x}"
         on_disk = path.stat().st_size if path.exists() else -1
-        wanted = decode_content(manifests[manifest]).size if manifests.get(manifest) else size
+        try:
+            wanted = decode_content(manifests[manifest]).size if manifests.get(manifest) else size
+        except FormatError as error:
+            yield f"manifest {manifest} does not decode: {error}"
+            continue
         if not size == on_disk == wanted:
             yield f"inode {ino} has size {size}, its image {on_disk}, its manifest {wanted}"

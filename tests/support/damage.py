@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def image_of(store: Path, name: str) -> Path:
-    """The image of the file whose last name is *name*."""
+    """The image of the file whose last name is *name*. Raises FileNotFoundError when it has none: the remote has it."""
     db = sqlite3.connect(f"file:{store}/catalog.db?mode=ro", uri=True)
     try:
         (image,) = db.execute(
@@ -16,6 +16,8 @@ def image_of(store: Path, name: str) -> Path:
         ).fetchone()
     finally:
         db.close()
+    if image is None:
+        raise FileNotFoundError(name)
     return store / "images" / f"{image:016x}"[-2:] / f"{image:016x}"
 
 

@@ -20,6 +20,7 @@ from ckptfs.encoding.pack import PackBuilder
 from ckptfs.encoding.remote_format import RemoteFormat, encode_remote_format
 from ckptfs.encoding.tree import Entry, Tree, split_tree
 from ckptfs.ids import ROOT_FILE_ID, ChunkId, FileId, ObjectId, Stamp, WriterId, digest
+from tests.support.hostile import NOW, ROOT, HostileRemote, entry, ident
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "restore.py"
 A, B = WriterId(b"A" * 16), WriterId(b"B" * 16)
@@ -227,3 +228,41 @@ def test_unknown_formats_are_refused(copy: Copy, tmp_path: Path) -> None:
     assert done.returncode == 1 and "needs shiny@9.9" in done.stderr
     copy.put(keys.FORMAT_KEY, encode_remote_format(RemoteFormat(UUID(int=1), T, 2)))
     assert "another format" in copy.restore(tmp_path / "target").stderr
+
+
+def test_a_hostile_remote_reaches_nothing_outside(tmp_path: Path) -> None:
+    """Names that lead elsewhere, links in place of directories, loops: told and left out, and all else comes back."""
+    hostile, outside, target = HostileRemote(tmp_path / "copy"), tmp_path / "outside", tmp_path / "target"
+    outside.mkdir()
+    harm = hostile.file(b"harm")
+
+    def file(name: object, number: int) -> dict[str, object]:
+        return entry(name, ident(number), size=4, manifest=harm)
+
+    def folder(name: object, number: int, *entries: dict[str, object], **more: object) -> dict[str, object]:
+        tree = hostile.tree(list(entries), ident(number))
+        return entry(name, ident(number), 0o40755, tree=tree, **more)
+
+    def link(name: str, number: int, **more: object) -> dict[str, object]:
+        return entry(name, ident(number), 0o120777, target=str(outside), **more)
+
+    names = ["..", ".", "", "../escaped", f"{outside}/absolute", "deep/er", "nul\0l", {"b64": "Li4vZXNjYXBlZA=="}]
+    later = {"stamp": NOW + 1, "changed": NOW + 1}
+    loop = folder("loop", 40, {**folder("root", 0), "id": ROOT}, folder("again", 40, file("in-loop", 41)))
+    hostile.head(hostile.tree([
+        *(file(name, 10 + number) for number, name in enumerate(names)),
+        *(folder(name, 20 + number, file("in-it", 30 + number)) for number, name in enumerate(names)),
+        link("first-a-link", 50), folder("first-a-link", 51, file("through", 52), **later),
+        folder("first-a-folder", 53, file("through", 54)), link("first-a-folder", 55, **later),
+        folder("both", 56, file("through", 57)), link("both-too", 56, **later),
+        loop, file("good", 60), folder("sub", 61, file("..", 62), file("good", 63)),
+    ]))  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-I", str(SCRIPT), str(hostile.directory), str(target)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["copy", "outside", "target"] and os.listdir(outside) == []
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert found >= {"good", "sub/good", "first-a-link/through"}
+    assert done.stderr.count("is not a name") == 2 * len(names) + 1
