@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfs.errors import MountError
-from ckptfs.local.mountinfo import CKPTFS_TYPE, Mount, mount_of, mounts
+from ckptfs.local.mountinfo import CKPTFS_TYPE, Mount, mount_of, mounts, parse
 
 _CAP_SYS_ADMIN = 21  # linux/capability.h
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x2, 0x8  # sys/mount.h
@@ -193,6 +193,25 @@ def users(mountpoint: str) -> list[User]:
 def mounts_below(mountpoint: str) -> list[str]:
     """The mountpoints below *mountpoint*: they keep it busy too, and have no pid."""
     return [mount.mountpoint for mount in mounts() if mount.mountpoint.startswith(mountpoint.rstrip("/") + "/")]
+
+
+def elsewhere(device: str) -> list[User]:
+    """One process of each other mount namespace that has the mount of *device*, as far as this user may look there."""
+    found, seen = [], {_target(Path("/proc/self/ns/mnt"))}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        process = Path("/proc", name)
+        namespace = _target(process / "ns" / "mnt")
+        if not namespace or namespace in seen:
+            continue
+        seen.add(namespace)
+        try:
+            table = parse((process / "mountinfo").read_bytes())
+        except OSError:
+            continue  # gone
+        places = [each.mountpoint for each in table if each.device == device and each.type == CKPTFS_TYPE]
+        if places:
+            found.append(User(int(name), _command(process), f"mounted on {places[-1]}"))
+    return found
 
 
 def _why(process: Path, mountpoint: str) -> str | None:

@@ -54,6 +54,8 @@ def umount(mountpoint: str, wait: bool, as_json: bool) -> None:
 def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
     """Wait for uploads if *wait*, unmount, and return the daemon's summary when the store is closed."""
     unmounted = False
+    mount = mounts.mounted_at(place.mountpoint)
+    others: list[mounts.User] = []
     with (
         Conversation(place.store, "unmount", wait=wait) as conversation,
         Waiting("uploading", hint="Ctrl-C unmounts without waiting; the next mount goes on", quiet=quiet) as waiting,
@@ -69,11 +71,23 @@ def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
             elif "pending_bytes" in report:
                 check_interrupt()
                 waiting.show(report)
+                if unmounted and mount is not None:
+                    others[:] = mounts.elsewhere(mount.device)
+                    if others:
+                        raise _StillMounted
 
         try:
             summary: dict[str, Any] = conversation.result(follow)
             conversation.ended()
             return summary
+        except _StillMounted:
+            who = ", ".join(f"pid {user.pid} ({user.command}: {user.why})" for user in others)
+            click.echo(
+                f"unmounted {place.mountpoint} here; another mount namespace, such as a container's, still has it: "
+                f"{who}. Its daemon serves and uploads until that one lets go",
+                err=True,
+            )
+            sys.exit(EXIT_PENDING)
         except KeyboardInterrupt:
             if unmounted:
                 click.echo(
@@ -84,6 +98,10 @@ def _end(place: Place, wait: bool, *, quiet: bool) -> dict[str, Any]:
                 sys.exit(EXIT_PENDING)
     click.echo("not waiting any longer: unmounting now", err=True)
     return _end(place, wait=False, quiet=quiet)
+
+
+class _StillMounted(Exception):
+    """The mount goes on where this process does not see it."""
 
 
 def _tell_end(mountpoint: str, summary: dict[str, Any], as_json: bool = False) -> int:

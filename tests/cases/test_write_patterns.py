@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import ckptfs
+from ckptfs.config import Settings
 from tests.support.machines import Machines
 from tests.support.mounts import until
 
@@ -133,6 +134,46 @@ def test_case_028_a_log_that_stays_open(machines: Machines) -> None:
         whole = (here / "log").read_bytes()
         until(lambda: (there / "log").exists() and (there / "log").read_bytes() == whole, "the log elsewhere")
         assert way.counts["PUT"].bytes_up <= 2 * len(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_case_028_a_log_that_stays_open_with_the_usual_pauses(machines: Machines) -> None:
+    """Two minutes after it was begun it is seen elsewhere; from then on what was flushed a minute ago, and what was
+    fsynced ten seconds ago; and what is read is always a beginning of it."""
+    settings, slack_s = Settings(), 15.0
+    here = machines.mount(machines.site("here", tuning=None))
+    there = machines.mount(machines.site("there", tuning=None), "--read-only")
+    whole, flushed = b"", list[tuple[float, int]]()  # when, and how much there was by then
+
+    def append() -> None:
+        nonlocal whole
+        whole += os.urandom(1000)
+        os.write(file, whole[-1000:])
+        flushed.append((time.monotonic(), len(whole)))
+        time.sleep(0.5)
+
+    def seen() -> int:
+        data = (there / "log").read_bytes() if (there / "log").exists() else b""
+        assert whole.startswith(data)
+        return len(data)
+
+    began_s = time.monotonic()
+    known_s = began_s + settings.log_after_s + settings.log_seal_s + slack_s
+    file = os.open(here / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        while time.monotonic() < known_s + 2 * settings.log_seal_s:
+            append()
+            due_s = time.monotonic() - settings.log_seal_s - slack_s
+            if time.monotonic() > known_s:
+                assert seen() >= max(size for at_s, size in flushed if at_s <= due_s)
+        os.fsync(file)
+        due, due_s = len(whole), time.monotonic() + settings.log_seal_after_fsync_s + slack_s
+        while seen() < due:
+            assert time.monotonic() < due_s, f"{seen()} of {due} bytes"
+            append()
+    finally:
+        os.close(file)
 
 
 def test_case_030_overwriting_what_exists(top: Path, tmp_path: Path) -> None:

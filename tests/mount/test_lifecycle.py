@@ -55,6 +55,36 @@ def test_no_process_is_left_when_umount_returns(site: Site) -> None:
         assert not is_alive(pid)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another mount namespace takes root")
+def test_case_058_a_container_that_has_the_mount_keeps_it(site: Site, tmp_path: Path) -> None:
+    """Bound into another mount namespace it is read and written there, also after umount, which says who has it; the
+    daemon ends with the last of them, and nothing is lost."""
+    site.mount()
+    (site.mountpoint / "before").write_bytes(b"before")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    command = ["unshare", "--mount", "--propagation", "private", "sh"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as container:
+        assert container.stdin is not None and container.stdout is not None
+        try:
+            container.stdin.write(f"mount --bind {site.mountpoint} {inside}; cat {inside}/before; echo\n")
+            assert container.stdout.readline() == "before\n"
+            done = site.umount(status=3)
+            assert f"pid {container.pid}" in done.err and str(inside) in done.err
+            assert not is_mounted(site.mountpoint) and site.daemon() is not None
+            container.stdin.write(f"echo after > {inside}/after; cat {inside}/after\n")
+            assert container.stdout.readline() == "after\n"
+            container.stdin.close()
+            container.wait(30)
+        finally:
+            container.kill()
+    assert site.gone(30)
+    site.mount()
+    assert (site.mountpoint / "before").read_bytes() == b"before"
+    assert (site.mountpoint / "after").read_bytes() == b"after\n"
+    site.umount()
+
+
 def test_the_usual_store_lies_in_the_data_directory_per_mountpoint(site: Site, tmp_path: Path) -> None:
     """Without a name the store is below XDG_DATA_HOME, readable by name, and private."""
     done = site.run("mount", str(site.mountpoint), "--force")
