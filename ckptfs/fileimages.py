@@ -128,9 +128,9 @@ class FileImages:
         try:
             fd = self._store.images.open(image_id, writing=True)
         except OSError as error:
-            if error.errno != errno.EROFS:
+            if error.errno not in (errno.EROFS, errno.EPERM, errno.EACCES):
                 raise
-            fd = self._store.images.open(image_id)  # the disk turned read-only: it can be read
+            fd = self._store.images.open(image_id)  # the disk turned read-only, or the file: it can be read
         image = Image(image_id, fd)
         if content is not None and not self._store.contents.image_is_whole(image_id):
             image.present = SpanSet(content.holes)

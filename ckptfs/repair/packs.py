@@ -37,9 +37,12 @@ class Examined:
         """Whether nothing is wrong, as far as can be told."""
         return not self.why
 
-    def without(self, bases: Collection[ChunkId]) -> Examined:
-        """The same when it is known that nobody has *bases*: deltas against them are as good as damaged."""
-        lost = frozenset(number for number, chunk in enumerate(self.chunks or ()) if chunk.base in bases)
+    def without(self, bases: Collection[ChunkId], needed: Collection[ChunkId]) -> Examined:
+        """The same when it is known that nobody has *bases*: those *needed* that are deltas against them are as good as
+        damaged. Of others nothing need be known."""
+        lost = frozenset(
+            number for number, chunk in enumerate(self.chunks or ()) if chunk.base in bases and chunk.id in needed
+        )
         if not lost:
             return self
         why = self.why or f"what {len(lost)} of its {len(self.chunks or ())} chunks are differences to is nowhere"

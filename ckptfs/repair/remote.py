@@ -52,6 +52,11 @@ class _User:
     bases: frozenset[ChunkId]
     """What chunks of it are told as differences to."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its bytes are here."""
+        return self.file.whole and self.file.image is not None
+
     def lacks(self, lost: Collection[ChunkId]) -> bool:
         """Whether it can be had nowhere any more without *lost*."""
         return not self.own.isdisjoint(lost) or (not self.file.whole and not self.bases.isdisjoint(lost))
@@ -119,14 +124,17 @@ class RemoteScrub:
         self._report.packs += 1
         self._report.remote_bytes += len(data or b"")
         self._pace.did(size)
-        if found.is_sound and not found.baseless:
+        needed = {chunk.id for chunk in known}
+        # Deltas that no file here needs may be against what nobody here knows: a checkpoint that was rotated away.
+        bases = {chunk.base for chunk in known if chunk.base is not None} & found.baseless
+        if found.is_sound and not bases:
             self._packs.verified(name)
             return
-        places = self._packs.placed(found.baseless)
+        places = self._packs.placed(bases)
         for pack in {at.pack for at in places.values()} - {name}:
             await self.look_at_pack(pack, 0)
         data, found = await self._examine(name, known)  # what came may have been damaged on its way
-        found = found.without(found.baseless - places.keys())
+        found = found.without(bases - places.keys(), needed)
         if found.is_sound:
             return
         missed = {found.chunks[number].id for number in found.bad} if found.chunks else None
@@ -166,26 +174,31 @@ class RemoteScrub:
     ) -> None:
         """Send what is here in other packs, and publish the files that need it anew; name those that stay lost."""
         if not users:  # whoever saves such bytes again sends them
-            Mending(self._store.catalog).send_again(pack, [each.id for each in bad], (), (), self._store.clock.tick())
+            gone = [each.id for each in bad]
+            Mending(self._store.catalog).send_again(pack, gone, (), (), self._store.clock.tick(), is_doubted=False)
             finding.state, finding.repair = REPAIRED, "no file needs what is damaged; it is not looked for any more"
             return
         lost = {each.id for each in bad if await self._copies.local(each.id, each.raw_length) is None}
         damaged = [user.file.ino for user in users if user.lacks(lost)]
-        others = [user.file for user in users if not user.lacks(lost)]
-        whole = [file.ino for file in others if file.ino is not None and file.whole and file.image is not None]
-        rest = [file.ino for file in others if file.ino not in whole]
+        others = [user for user in users if not user.lacks(lost)]
+        whole = [each.file.ino for each in others if each.file.ino is not None and each.is_whole]
+        rest = [each for each in others if each.file.ino not in whole]
+        held = frozenset[ChunkId]().union(*(each.own | each.bases for each in rest))
         if lost:
             finding.state, finding.paths = LOST, self._paths(damaged)
             finding.repair = f"{len(lost)} chunks in it are nowhere else"
         elif rest:
-            finding.state, finding.paths = LOST, self._paths(rest)
+            finding.state, finding.paths = LOST, self._paths(each.file.ino for each in rest)
             finding.repair = "the bytes are here, but not the whole of these files: prefetch them and scrub again"
         else:
             finding.state = REPAIRED
             finding.repair = "its bytes are sent again in new packs, and the files published anew"
-        if whole:
-            here = [each.id for each in bad if each.id not in lost]
-            Mending(self._store.catalog).send_again(pack, here, lost, whole, self._store.clock.tick())
+        # What files still look for there that cannot be published anew keeps its place, and the pack its doubt.
+        here = [each.id for each in bad if each.id not in lost and each.id not in held]
+        if whole and here:
+            is_doubted = bool(lost or rest)
+            tick = self._store.clock.tick()
+            Mending(self._store.catalog).send_again(pack, here, lost - held, whole, tick, is_doubted=is_doubted)
             for ino in whole:
                 self._republish(ino)
         else:

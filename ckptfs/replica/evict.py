@@ -3,11 +3,11 @@
 With `evict_after_s` also without need: what nobody used for so long, but the newest set, is on the remote alone.
 
 Only files go that are published as they are, and whose every chunk lies in a pack that an acknowledged head reaches
-(invariant 2) and that is not in doubt; only images that nobody has open or mapped, and that no cut needs; and nothing
-while it is not certain that the remote answers, and is ours. Fetched ones go first, then the least recently used, and
-the newest set that is safe as a whole goes last. The rows go first, durably, then the file (`GroupSync.delete_later`),
-so that a kill in between loses nothing. Afterwards the file is read as one that was saved elsewhere. See
-docs/decisions/eviction.md.
+(invariant 2), that is not in doubt, and that the remote says is there; only images that nobody has open or mapped, and
+that no cut needs; and nothing while it is not certain that the remote answers, and is ours. Fetched ones go first, then
+the least recently used, and the newest set that is safe as a whole goes last. The rows go first, durably, then the file
+(`GroupSync.delete_later`), so that a kill in between loses nothing. Afterwards the file is read as one that was saved
+elsewhere. See docs/decisions/eviction.md.
 
 Who calls: the event loop's thread; `run` must be running. Whatever may have changed during an `await` is looked at
 again without one, right before the rows go.
@@ -21,13 +21,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
 from ckptfs.config import NEVER_S
+from ckptfs.encoding.keys import pack_key
 from ckptfs.encoding.manifest import Content
-from ckptfs.errors import CkptfsError, RemoteError
-from ckptfs.ids import ImageId, Inode
+from ckptfs.errors import CkptfsError, ObjectMissing, RemoteError
+from ckptfs.ids import ImageId, Inode, ObjectId
 from ckptfs.local.catalog.evictions import Evictable, Evictions
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.leases import is_unused
@@ -51,6 +53,11 @@ _STALE_S = 5.0
 """What could make way is counted again at most so often while there is no need."""
 _LOOK_PARTS, _LOOK_LEAST_S, _LOOK_MOST_S = 10, 0.5, 60.0
 """What nobody used is looked for ten times in the time after which it goes, within these bounds."""
+_SEEN_S = 600.0
+"""So long a pack that was there is believed to be ..."""
+_LOOK_S = 5.0
+"""... and so long the remote has to say that it is; so many are asked for at once:"""
+_LOOK_AT_ONCE = 8
 _LOOK_UP = 1500
 """Chunks looked up before others may run: 5 to 10 ms."""
 _USES = 10_000
@@ -81,12 +88,14 @@ class Evictor:
         is_open: Callable[[Inode], bool],
         holds: Callable[[ImageId], bool],
         let_go: Callable[[ImageId], None],
+        missed: Callable[[ObjectId, Exception], None],
         newest_set: Callable[[], set[Inode]],
         after_s: float = NEVER_S,
     ) -> None:
         """*content* gives a manifest's chunks, *holds* tells of images that others need, *newest_set* goes last.
 
-        *let_go* has an image closed that is open only until it is recorded what was fetched into it.
+        *let_go* has an image closed that is open only until it is recorded what was fetched into it. *missed* is told
+        of packs that are not there.
 
         What was not used for *after_s* goes though there is room; `NEVER_S`: nothing does.
         """
@@ -95,7 +104,9 @@ class Evictor:
         self._room = room
         self._evictions, self._packs = Evictions(store.catalog), Packs(store.catalog)
         self._content, self._is_open, self._newest_set = content, is_open, newest_set
-        self._holds, self._let_go = holds, let_go
+        self._holds, self._let_go, self._missed = holds, let_go, missed
+        self._seen_s: dict[ObjectId, float] = {}
+        """When packs were there."""
         self._after_s = after_s
         self._look_every_s = min(max(after_s / _LOOK_PARTS, _LOOK_LEAST_S), _LOOK_MOST_S)
         self._looked_for_unused_s = float("-inf")
@@ -294,17 +305,48 @@ class Evictor:
         return candidate.bytes
 
     async def _is_reached(self, manifest: int) -> bool:
-        """Whether an acknowledged head reaches a pack with each chunk of *manifest*, and no reader missed it there.
+        """Whether an acknowledged head reaches a pack with each chunk of *manifest*, no reader missed it there, and the
+        packs are there.
 
         Raises ContentUnavailable.
         """
         content = await self._content(manifest)
+        packs: set[ObjectId] = set()
         for start in range(0, len(content.chunks), _LOOK_UP):
             chunks = {chunk.id for chunk in content.chunks[start : start + _LOOK_UP]}
             if self._packs.reached(chunks) != chunks:
                 return False
+            packs.update(at.pack for at in self._packs.placed_with_bases(chunks).values())
             await trio.lowlevel.checkpoint()
-        return True
+        return await self._are_there(packs)
+
+    async def _are_there(self, packs: set[ObjectId]) -> bool:
+        """Whether the remote says that it has *packs*: another writer's may be known from its manifests alone."""
+        now = time.monotonic()
+        unseen = [each for each in packs if now - self._seen_s.get(each, float("-inf")) > _SEEN_S]
+        limiter = trio.CapacityLimiter(_LOOK_AT_ONCE)
+
+        async def look(pack: ObjectId) -> None:
+            key = pack_key(pack)
+            ask = partial(self._remote.size, key)
+            try:
+                size = await trio.to_thread.run_sync(ask, limiter=limiter, abandon_on_cancel=True)
+            except RemoteError as error:
+                log.info("what lies in %s stays on the disk: %s", key, error)
+                return
+            if size is None:
+                self._missed(pack, ObjectMissing(f"{self._remote.url}: {key} is gone", key=key))
+            else:
+                self._seen_s[pack] = now
+
+        with trio.move_on_after(_LOOK_S):
+            async with trio.open_nursery() as nursery:
+                for pack in unseen:
+                    nursery.start_soon(look, pack)
+        are_there = all(now - self._seen_s.get(each, float("-inf")) <= _SEEN_S for each in packs)
+        if not are_there:
+            self._looked_commits = -1  # to be looked for again, though nothing changes here
+        return are_there
 
     def _is_free(self, found: Evictable) -> bool:
         """Whether no program and no work of ours has the image open or mapped; `let_go` is asked to close it first."""

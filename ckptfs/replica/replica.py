@@ -131,6 +131,7 @@ class Replica:
             is_open=lambda ino: files().is_open(ino),
             holds=self.logs.holds,
             let_go=self.recorder.let_go,
+            missed=self.doubts.missed,
             newest_set=self._newest_safe_files,
             after_s=store.settings.evict_after_s,
         )
@@ -267,7 +268,7 @@ class Replica:
     async def verify(self, manifests: Iterable[int]) -> None:
         """Re-read those packs of *manifests* that the remote's own checksum did not verify. Raises RemoteError."""
         names = self.packs.unverified_of(await self._chunks(manifests))
-        await verify_packs(self._remote, self.packs, names, self.hydrator.fetcher.raw)
+        await verify_packs(self._remote, self.packs, names, self.hydrator.fetcher.raw, self.doubts.missed)
 
     async def is_verified(self, manifests: Iterable[int]) -> bool:
         """Whether every pack that holds a chunk of *manifests* was verified. Never waits for the remote.

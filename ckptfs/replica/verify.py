@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -11,12 +10,10 @@ import trio
 from ckptfs.encoding.codec import decode
 from ckptfs.encoding.keys import pack_key
 from ckptfs.encoding.pack import PackedChunk, read_index
-from ckptfs.errors import FormatError
+from ckptfs.errors import FormatError, ObjectMissing
 from ckptfs.ids import ChunkId, ObjectId, digest
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.remote.base import ObjectStore
-
-log = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 """Chunks whose bases are in memory together."""
@@ -26,17 +23,26 @@ FindRaw = Callable[[ChunkId, int], Awaitable[bytes | bytearray | memoryview | No
 """The bytes of a chunk, by its length; None when they cannot be had."""
 
 
-async def verify_packs(remote: ObjectStore, packs: Packs, names: Sequence[ObjectId], find: FindRaw) -> None:
+async def verify_packs(
+    remote: ObjectStore,
+    packs: Packs,
+    names: Sequence[ObjectId],
+    find: FindRaw,
+    missed: Callable[[ObjectId, Exception], None],
+) -> None:
     """Read *names* one after another and mark those that hold what they should; *find* gives what deltas are against.
 
-    Raises RemoteError when the remote does not deliver; a pack that is damaged is logged and stays unverified.
+    *missed* is told of those that are damaged or gone. Raises RemoteError when the remote does not deliver.
     """
     for name in names:
-        data = await trio.to_thread.run_sync(partial(remote.get, pack_key(name)), abandon_on_cancel=True)
+        key = pack_key(name)
         try:
+            data = await trio.to_thread.run_sync(partial(remote.get, key), abandon_on_cancel=True)
             await check_pack(name, data, find)
+        except ObjectMissing as error:
+            missed(name, error)
         except FormatError as error:
-            log.error("%s is damaged on the remote: %s", pack_key(name), error)
+            missed(name, FormatError(f"{key} is damaged: {error}"))
         else:
             packs.verified(name)
 
@@ -44,12 +50,15 @@ async def verify_packs(remote: ObjectStore, packs: Packs, names: Sequence[Object
 async def check_pack(name: ObjectId, data: bytes, find: FindRaw) -> tuple[PackedChunk, ...]:
     """The index of pack *name*, after every chunk in it was decoded and hashed.
 
-    Raises FormatError at the first difference, or when *find* does not have what a delta is against.
+    But for deltas of which *find* does not have the base: it lies in another pack, which may be damaged, or is known to
+    nobody here, since no file here needs that delta. Raises FormatError at the first difference.
     """
     chunks = await trio.to_thread.run_sync(read_index, data, len(data), name)
     for start in range(0, len(chunks), _AT_ONCE):
         batch = chunks[start : start + _AT_ONCE]
-        bad = await trio.to_thread.run_sync(damaged, data, batch, await bases_of(batch, find))
+        bases = await bases_of(batch, find)
+        known = [chunk for chunk in batch if chunk.base is None or chunk.base in bases]
+        bad = await trio.to_thread.run_sync(damaged, data, known, bases)
         if bad:
             raise FormatError(f"the bytes of chunk {bad[0].id.hex()} are others")
     return chunks

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +146,112 @@ def test_a_reader_that_has_the_bytes_elsewhere_heals_the_pack(pair: Pair) -> Non
     assert not pair.far.status()["safe"] or pack.exists()
     until(lambda: pack.exists() and damaged(pair.far) == [], "the pack to be made anew")
     assert pack.read_bytes() == body and (pair.far.mountpoint / "run" / "one").read_bytes() == data
+    pair.far.umount()
+
+
+def third_reads(tmp_path: Path, pair: Pair, name: str) -> bytes | None:
+    """What a machine without anything reads; None for EIO."""
+    with Site(tmp_path, name="third", tuning=TINY) as third:
+        third.mount("--remote", pair.url, "--read-only")
+        try:
+            return (third.mountpoint / "run" / name).read_bytes()
+        except OSError as error:
+            assert error.errno == errno.EIO
+            return None
+
+
+def test_a_save_that_is_said_to_be_there_already_stays_until_it_is(pair: Pair, tmp_path: Path) -> None:
+    """Equal bytes of another machine are not sent again; but before they go from here their packs are asked for, and
+    one that is gone is made anew."""
+    data = os.urandom(SIZE)
+    pair.save(theirs=data)
+    (pack,) = objects(pair.remote, "packs")
+    pack.unlink()
+    top = pair.far.mountpoint
+    pair.far.mount("--remote", pair.url, "--evict-after", "1s", *FAST)
+    (top / "run" / "mine").write_bytes(data)
+    (top / "newer").mkdir()
+    (top / "newer" / "other").write_bytes(os.urandom(SIZE))
+    until(pack.exists, "the pack to be made anew", 60)
+    until(lambda: damaged(pair.far) == [], "the doubt to end")
+    assert (top / "run" / "mine").read_bytes() == data
+    pair.far.umount()
+    assert third_reads(tmp_path, pair, "mine") == third_reads(tmp_path, pair, "theirs") == data
+
+
+def test_waiting_for_verified_finds_what_is_missing(pair: Pair) -> None:
+    """Without any reader: a pack that is not as it should be is in doubt, and healed."""
+    data = os.urandom(SIZE)
+    pair.save(theirs=data)
+    (pack,) = objects(pair.remote, "packs")
+    pack.unlink()
+    pair.far.mount("--remote", pair.url, *FAST)
+    path = pair.far.mountpoint / "run" / "mine"
+    path.write_bytes(data)
+    assert pair.far.run("wait", str(path), "--for", "verified", "--timeout", "60s").status == 0
+    assert pack.exists()
+    pair.far.umount()
+
+
+def test_what_was_given_up_once_can_be_missed_again(pair: Pair) -> None:
+    """A pack of which a part is needed no more is not trusted for the rest for ever."""
+    parts = {name: os.urandom(SIZE) for name in "abc"}
+    pair.save(**parts)
+    (pack,) = objects(pair.remote, "packs")
+    top = pair.far.mountpoint / "run"
+    pair.far.mount("--remote", pair.url, *FAST)
+    assert (top / "b").read_bytes() == parts["b"]
+    flip(pack, pack.read_bytes().find(parts["a"][:100]) + 10)
+    fails_to_read(top / "a")
+    (top / "a").unlink()
+    until(lambda: damaged(pair.far) == [], "it to be forgotten")
+    pack.unlink()
+    fails_to_read(top / "c")
+    assert len(damaged(pair.far)) == 1 and not pair.far.status()["safe"]
+    pair.far.umount(status=3)
+
+
+def test_a_file_of_which_another_has_the_bytes_is_not_forgotten(pair: Pair, tmp_path: Path) -> None:
+    """It cannot be published anew before it is here; until then its pack is in doubt, and then it is published."""
+    parts = {name: os.urandom(SIZE) for name in "ab"}
+    pair.save(**parts)
+    (pack,) = objects(pair.remote, "packs")
+    top = pair.far.mountpoint / "run"
+    pair.far.mount("--remote", pair.url, *FAST)
+    pack.unlink()
+    fails_to_read(top / "a")
+    (top / "again").write_bytes(parts["a"])
+    assert pair.far.run("wait", str(top / "again")).status == 0
+    report = scrub(pair.far, status=3)
+    assert report["lost"] == ["/run/b"] and len(damaged(pair.far)) == 1
+    assert not pair.far.status()["safe"]
+    assert pair.far.run("prefetch", str(top / "a")).status == 0
+    until(lambda: pair.far.status()["safe"], "it to be sent again", 60)
+    pair.far.umount()
+    assert third_reads(tmp_path, pair, "a") == third_reads(tmp_path, pair, "again") == parts["a"]
+    assert third_reads(tmp_path, pair, "b") is None
+
+
+def test_a_machine_that_has_nothing_finds_a_rotated_series_sound(pair: Pair) -> None:
+    """Deltas that no file needs any more are against checkpoints that are gone: that is no damage."""
+    settings = pair.near.store / "settings.json"
+    settings.write_text(json.dumps({"tuning": {**TINY, "piece_bytes": 1 << 20, "pack_bytes": 1 << 20}}))
+    weights = np.random.default_rng(3).normal(size=(80, 100)).astype(np.float32)
+    top = pair.near.mountpoint
+    pair.near.mount("--remote", pair.url, *FAST)
+    for step in range(4):
+        for name in ("model", "other"):
+            (top / f"step-{step}").mkdir(exist_ok=True)
+            np.save(top / f"step-{step}" / f"{name}.npy", weights * np.float32(1 + 1e-4 * step + (name == "other")))
+        assert pair.near.run("wait", str(top)).status == 0
+    for step in range(3):
+        shutil.rmtree(top / f"step-{step}")
+    (top / "step-3" / "model.npy").unlink()
+    pair.near.umount()
+    pair.far.mount("--remote", pair.url, *FAST)
+    assert scrub(pair.far, status=0)["findings"] == []
+    assert pair.far.run("wait", str(pair.far.mountpoint), "--for", "verified", "--timeout", "30s").status == 0
+    assert damaged(pair.far) == []
     pair.far.umount()
 
 

@@ -33,7 +33,14 @@ SIZE = 64 << 10
 class Remote:
     """Stands for the bound remote."""
 
+    url = "memory:"
     error: RemoteError | None = None
+    gone = False
+
+    def size(self, key: str) -> int | None:
+        if self.error is not None:
+            raise self.error
+        return None if self.gone else 1
 
     def recognise(self, age_s: float = 0.0) -> None:
         if self.error is not None:
@@ -66,6 +73,7 @@ class Evicting:
         self.made, self.room, self.remote = made, FakeRoom(made), Remote()
         self.recorder = Recorder(cast(Hydrator, None), list)
         self.held: set[ImageId] = set()
+        self.missed: list[str] = []
         self.newest: set[Inode] = set()
         self.evictor = Evictor(
             made.store,
@@ -75,6 +83,7 @@ class Evicting:
             is_open=made.fs.is_open,
             holds=lambda image: image in self.held,
             let_go=lambda image: self.recorder.let_go(image),
+            missed=lambda pack, error: self.missed.append(str(error)),
             newest_set=lambda: self.newest,
             after_s=after_s,
         )
@@ -131,6 +140,24 @@ def test_the_least_recently_used_goes_first_and_the_newest_set_last(tmp_path: Pa
                 assert await it.here(*"abcde") == [*left]
             status = it.made.fs.attributes(it.made.store.names.inode(inos["a"]))
             assert (status.size, status.blocks * 512) == (SIZE, SIZE)
+
+    run(main)
+
+
+def test_what_lies_in_a_pack_that_is_gone_stays(tmp_path: Path) -> None:
+    """The remote is asked for each pack before the bytes of it go from here; one that it lacks is told."""
+
+    async def main() -> None:
+        async with evicting(tmp_path / "store") as it:
+            await it.write("a")
+            await it.made.publish()
+            it.remote.gone = True
+            await it.need(1)
+            assert await it.here("a") == ["a"] and it.missed and "is gone" in it.missed[0]
+            it.remote.gone = False
+            await trio.sleep(1.0)  # nothing is tried for a while after nothing could make way
+            await it.need(1)
+            assert await it.here("a") == []
 
     run(main)
 

@@ -129,7 +129,9 @@ def test_a_delta_whose_base_nobody_has() -> None:
     base = digest(BEFORE.tobytes())
     found = trio.run(examine, name, data, rows, nothing)
     assert found.is_sound and found.baseless == {base}
-    assert not found.without({base}).is_sound and found.without({base}).bad == {len(rows) - 1}
+    assert not found.without({base}, {rows[-1].id}).is_sound
+    assert found.without({base}, {rows[-1].id}).bad == {len(rows) - 1}
+    assert found.without({base}, {rows[0].id}).is_sound, "nobody needs the delta"
     broken = bytearray(data)
     broken[10] ^= 1
     found = trio.run(examine, name, bytes(broken), rows, all_but_the_base)

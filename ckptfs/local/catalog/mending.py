@@ -27,14 +27,16 @@ class Mending:
         lost: Collection[ChunkId],
         files: Collection[Inode],
         stamp: Stamp,
+        *,
+        is_doubted: bool,
     ) -> None:
         """*pack* does not have *chunks* and *lost* any more, and *files*, which are whole here, are published anew.
 
-        What is *lost*, since it is not here either, is still looked for there, and the pack stays in doubt. Where
-        nothing is, nobody's index is believed from now on that looks for something in that pack.
+        What is *lost*, since it is not here either, is still looked for there. The pack stays in doubt, or else is
+        looked at no more; in both cases nobody's index is believed that looks there for what is here.
         """
         with self._catalog.transaction() as db:
-            db.execute("UPDATE pack SET state = ? WHERE name = ?", (DOUBTED if lost else DAMAGED, pack))
+            db.execute("UPDATE pack SET state = ? WHERE name = ?", (DOUBTED if is_doubted else DAMAGED, pack))
             db.executemany("DELETE FROM packed WHERE chunk = ?", [(chunk,) for chunk in chunks])
             db.executemany("DELETE FROM packed WHERE base = ?", [(chunk,) for chunk in (*chunks, *lost)])
             for ino in files:

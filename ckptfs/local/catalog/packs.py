@@ -51,8 +51,7 @@ class Packs:
         """
         with self._catalog.transaction() as db:
             db.execute(
-                "UPDATE pack SET state = ? WHERE name = ? AND state IN (?, ?)",
-                (DOUBTED, name, ACKNOWLEDGED, VERIFIED),
+                "UPDATE pack SET state = ? WHERE name = ? AND state <> ?", (DOUBTED, name, DOUBTED)
             )
 
     def doubted(self) -> dict[ObjectId, bool]:
@@ -169,15 +168,25 @@ class Packs:
         with self._catalog.transaction() as db:
             db.execute("INSERT OR IGNORE INTO pack (name, state, head) VALUES (?, ?, ?)", (name, state, head))
             pack, known_state = db.execute("SELECT id, state FROM pack WHERE name = ?", (name,)).fetchone()
-            if known_state in (DAMAGED, DOUBTED):
-                if head == _LEARNED:  # who names it does not know
-                    return
+            if known_state in (DAMAGED, DOUBTED) and head == _LEARNED:
+                # Who names it does not know. What is here is sent again, and not looked for there.
+                here = self._here(chunk.id for chunk in chunks)
+                chunks = [chunk for chunk in chunks if chunk.id not in here]
+            elif known_state in (DAMAGED, DOUBTED):
                 db.execute("UPDATE pack SET state = ?, head = ? WHERE id = ?", (state, head, pack))
             db.executemany(
                 "INSERT OR IGNORE INTO packed (chunk, pack, offset, length, raw_length, codec, base)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 [(c.id, pack, c.offset, c.length, c.raw_length, c.codec, c.base) for c in chunks],
             )
+
+    def _here(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
+        found: set[ChunkId] = set()
+        for batch in batches(chunks):
+            marks = ",".join("?" * len(batch))
+            rows = self._db.execute(f"SELECT DISTINCT chunk FROM location WHERE chunk IN ({marks})", batch)
+            found.update(ChunkId(row[0]) for row in rows)
+        return found
 
     def _chunks_where(self, chunks: Iterable[ChunkId], condition: str) -> set[ChunkId]:
         found: set[ChunkId] = set()
