@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 import ckptfs
+from tests.conftest import Bucket
+from tests.support.copies import client
 from tests.support.disks import free_bytes, small_disk
 from tests.support.machines import Machines
 from tests.support.mounts import COMMAND_S, Site, is_mounted, until
@@ -26,10 +28,15 @@ from tests.support.proxy import Faults
 MIB = 1 << 20
 
 
-@pytest.mark.timeout(120)
-def test_case_015_a_save_larger_than_the_disk(machines: Machines, tmp_path: Path) -> None:
-    """ENOSPC, the old version stays, nothing of it is seen elsewhere, and what it took comes back."""
-    with small_disk(tmp_path, 160) as disk:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "disk_mib", [pytest.param(160, id="small"), pytest.param(1000, id="a GB", marks=pytest.mark.slow)]
+)
+def test_case_015_a_save_larger_than_the_disk(
+    machines: Machines, bucket: Bucket, tmp_path: Path, disk_mib: int
+) -> None:
+    """ENOSPC, the old version stays, nothing of it is seen elsewhere or sent, and what it took comes back."""
+    with small_disk(tmp_path, disk_mib) as disk:
         site = machines.site("here", tuning={}, store=disk / "store")
         top, elsewhere = machines.mount(site), machines.mount(machines.site("elsewhere"))
         (top / "model").write_bytes(b"old" * MIB)
@@ -37,7 +44,7 @@ def test_case_015_a_save_larger_than_the_disk(machines: Machines, tmp_path: Path
         before = free_bytes(disk)
         temporary, data = top / "model.tmp", os.urandom(MIB)
         with pytest.raises(OSError) as full, open(temporary, "wb", buffering=0) as file:
-            for _ in range(320):
+            for _ in range(2 * disk_mib):
                 assert file.write(data) == len(data) or file.write(data)
         assert full.value.errno == errno.ENOSPC
         assert (top / "model").read_bytes() == b"old" * MIB
@@ -47,6 +54,10 @@ def test_case_015_a_save_larger_than_the_disk(machines: Machines, tmp_path: Path
         assert ckptfs.wait(top, "replicated", 60)
         until(lambda: (elsewhere / "small").exists(), "the small save elsewhere")
         assert sorted(os.listdir(elsewhere)) == ["model", "small"]
+        s3 = client(bucket)
+        pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket.name)
+        assert sum(each["Size"] for page in pages for each in page.get("Contents", [])) < 4 * MIB
+        s3.close()
         assert (elsewhere / "model").read_bytes() == b"old" * MIB
 
 
@@ -125,6 +136,30 @@ def test_case_021_unmounted_or_ended_before_the_uploads(machines: Machines) -> N
         until(lambda: site.status()["safe"], "the uploads to finish unaided", 60)
     elsewhere = machines.mount(machines.site("elsewhere"))
     assert {name: digest(elsewhere / name) for name in saved} == saved
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_case_021_a_machine_that_is_given_half_a_minute(machines: Machines) -> None:
+    """A GB was just saved, the network is slow: SIGTERM, and SIGKILL after 30 s, by which it has ended and said what is
+    only here. The next mount has all of it and sends the rest."""
+    way = machines.proxy()
+    site = machines.site("here", by=way, tuning={})
+    top = machines.mount(site)
+    way.faults = Faults(methods=frozenset({"PUT"}), up_bytes_per_s=256 << 10)
+    data = os.urandom(8 * MIB)
+    for number in range(128):
+        (top / f"shard-{number}").write_bytes(number.to_bytes(8, "big") + data)
+    os.kill(site.pid(), signal.SIGTERM)
+    assert site.gone(30), site.log()
+    assert "only in the store" in site.log().splitlines()[-1], site.log()
+    way.heal()
+    machines.mount(site)
+    for number in range(128):
+        assert (top / f"shard-{number}").read_bytes() == number.to_bytes(8, "big") + data
+    until(lambda: site.status()["safe"], "the rest to be uploaded", 120)
+    there = machines.mount(machines.site("there"))
+    assert (there / "shard-127").read_bytes() == (127).to_bytes(8, "big") + data
 
 
 @pytest.mark.timeout(120)

@@ -100,6 +100,9 @@ class Promises:
             self._name(began, {path: file})
         else:
             file.versions.append(Version(b"", began, len(file.versions)))
+        if fsync in _SYNC_FLAGS:  # each step is durable as it is made, so the file is empty from here on
+            file.versions[-1].finished = True
+            self._durable_now(file, len(self._moments) - 1)
         self._fill(fd, file, data, step, fsync)
         self._close(fd, file, fsync)
 
@@ -322,6 +325,9 @@ class Promises:
             getattr(os, how)(fd)
             self._durable_now(file, moment)
         elif how:
+            # With passthrough the daemon does not know that the bytes are on the disk, and would take back what they
+            # replace: whole old or whole new, as without any flush.
+            os.fsync(fd)
             self._durable_now(file, moment)
 
     def _durable_now(self, file: File, moment: int) -> None:
