@@ -122,7 +122,10 @@ class Images:
             directories.add(self._root)
         try:
             for directory in directories:
-                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                except FileNotFoundError:  # nothing has a name there, and nobody else is to wait for it
+                    continue
                 try:
                     os.fsync(fd)
                 finally:

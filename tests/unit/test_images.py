@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.ids import ImageId
 from ckptfs.local.images import Images
 
 
@@ -67,3 +68,11 @@ def test_a_flush_that_failed_is_owed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     flushes.error = None
     images.sync_directories([image])
     assert flushes.take() == {folder, str(tmp_path / "images")}
+
+
+def test_a_folder_that_is_gone_keeps_nothing_from_being_durable(tmp_path: Path) -> None:
+    """A power cut may have taken it, while the catalog still names an image there."""
+    images = Images(tmp_path / "images")
+    made = images.create()
+    made.close()
+    images.sync_directories([made.id, ImageId(made.id ^ 0x7F)])
