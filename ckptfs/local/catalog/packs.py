@@ -12,6 +12,7 @@ from ckptfs.encoding.manifest import Placed
 from ckptfs.encoding.pack import PackedChunk
 from ckptfs.ids import ChunkId, ObjectId
 from ckptfs.local.catalog.catalog import Catalog, batches
+from ckptfs.local.catalog.contents import Contents
 
 DAMAGED, ACKNOWLEDGED, VERIFIED, DOUBTED = 0, 1, 2, 3
 """Values of pack.state."""
@@ -30,6 +31,7 @@ class Packs:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._db = catalog.db
+        self._contents = Contents(catalog)
 
     def known(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
         """Those of *chunks* that the remote has."""
@@ -86,12 +88,7 @@ class Packs:
 
     def bases_among(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
         """Those of *chunks* that some delta on the remote is against."""
-        found: set[ChunkId] = set()
-        for batch in batches(chunks):
-            marks = ",".join("?" * len(batch))
-            rows = self._db.execute(f"SELECT DISTINCT base FROM packed WHERE base IN ({marks})", batch)
-            found.update(ChunkId(row[0]) for row in rows)
-        return found
+        return self._found(chunks, "SELECT DISTINCT base FROM packed WHERE base IN ({marks})")
 
     def acknowledged(self, name: ObjectId, chunks: Sequence[PackedChunk], *, verified: bool) -> None:
         """The remote has pack *name*, which no head names yet. A chunk that is known elsewhere stays where it was."""
@@ -170,7 +167,7 @@ class Packs:
             pack, known_state = db.execute("SELECT id, state FROM pack WHERE name = ?", (name,)).fetchone()
             if known_state in (DAMAGED, DOUBTED) and head == _LEARNED:
                 # Who names it does not know. What is here is sent again, and not looked for there.
-                here = self._here(chunk.id for chunk in chunks)
+                here = self._contents.located([chunk.id for chunk in chunks], besides=None)
                 chunks = [chunk for chunk in chunks if chunk.id not in here]
             elif known_state in (DAMAGED, DOUBTED):
                 db.execute("UPDATE pack SET state = ?, head = ? WHERE id = ?", (state, head, pack))
@@ -180,22 +177,14 @@ class Packs:
                 [(c.id, pack, c.offset, c.length, c.raw_length, c.codec, c.base) for c in chunks],
             )
 
-    def _here(self, chunks: Iterable[ChunkId]) -> set[ChunkId]:
-        found: set[ChunkId] = set()
-        for batch in batches(chunks):
-            marks = ",".join("?" * len(batch))
-            rows = self._db.execute(f"SELECT DISTINCT chunk FROM location WHERE chunk IN ({marks})", batch)
-            found.update(ChunkId(row[0]) for row in rows)
-        return found
-
     def _chunks_where(self, chunks: Iterable[ChunkId], condition: str) -> set[ChunkId]:
+        joined = "SELECT packed.chunk FROM packed JOIN pack ON pack.id = packed.pack"
+        return self._found(chunks, f"{joined} WHERE packed.chunk IN ({{marks}}) AND {condition}")
+
+    def _found(self, chunks: Iterable[ChunkId], query: str) -> set[ChunkId]:
+        """What *query*, with a place for the marks of some of *chunks*, gives for all of them."""
         found: set[ChunkId] = set()
         for batch in batches(chunks):
-            marks = ",".join("?" * len(batch))
-            rows = self._db.execute(
-                "SELECT packed.chunk FROM packed JOIN pack ON pack.id = packed.pack"
-                f" WHERE packed.chunk IN ({marks}) AND {condition}",
-                batch,
-            )
+            rows = self._db.execute(query.format(marks=",".join("?" * len(batch))), batch)
             found.update(ChunkId(row[0]) for row in rows)
         return found
