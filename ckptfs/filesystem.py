@@ -161,7 +161,12 @@ class FileSystem:
         return self._space.shown(disk) if self._space is not None else disk
 
     def listed(self, directory: Inode, names: list[tuple[bytes, Inode]]) -> list[Attributes | None]:
-        """What stat shows of each of *names*, some in a row of `entries`; None for one that means another by now."""
+        """What stat shows of each of *names*, some in a row of `entries`; None for one that means another by now.
+
+        Raises NameMissing when the directory itself went meanwhile: it is not one that became empty.
+        """
+        if self._names.inode(directory).nlink == 0:
+            raise NameMissing(f"directory {directory} was removed")
         rows = self._names.rows(directory, names[0][0], names[-1][0])
         return [
             self.attributes(rows[name]) if name in rows and rows[name].ino == ino else None for name, ino in names
@@ -326,8 +331,7 @@ class FileSystem:
             self._check_writable()
             await self._before_save()
         self._changed_at = time.monotonic() if flags & os.O_ACCMODE else self._changed_at
-        if self.files.get(ino) is None:
-            self.check_named(ino)
+        self.check_named(ino)
         fh = await self.files.open(ino, flags, privileged=caller.uid == 0)
         reads = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_TRUNC
         if reads and self._accessed(self._names.inode(ino)) and self.files.handle(fh).file.backing is None:

@@ -299,14 +299,15 @@ class Operations(pyfuse3.Operations):
         The kernel keeps the names for as long as what it learned of each, unless one is changed through it.
         """
         ino, names = self._listings[own_handle(fh)]
+        dots = (b".", b"..")
+        seen = [await self._fs.lookup(ino, name) for name in dots]
         if names is None or start_id == 0:
             names = await self._fs.entries(ino)
             self._listings[own_handle(fh)] = (ino, names)
             self._listed_at[ino] = time.monotonic()
-        dots = (b".", b"..")
+        # From here on nothing awaits: what another machine removed meanwhile would look like an empty directory.
         for index, name in enumerate(dots[start_id:], start_id + 1):  # the kernel does not count these as lookups
-            attributes = await self._fs.lookup(ino, name)
-            if not pyfuse3.readdir_reply(token, name, self._attributes(attributes), index):
+            if not pyfuse3.readdir_reply(token, name, self._attributes(seen[index - 1]), index):
                 return
         at = max(start_id - len(dots), 0)
         while at < len(names):

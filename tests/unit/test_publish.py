@@ -14,7 +14,7 @@ import trio
 from ckptfs.encoding.head import open_head
 from ckptfs.remote.directory import DirectoryStore
 from tests.support.faulty import FaultyStore, unavailable
-from tests.support.publishing import CALLER, machine, restore, run
+from tests.support.publishing import CALLER, Machine, machine, restore, run, tuned
 
 
 def heads(remote: DirectoryStore) -> list:
@@ -88,6 +88,14 @@ def test_second_publication_sends_only_what_changed(tmp_path: Path) -> None:
     assert restore(tmp_path / "remote", tmp_path / "out") == {"a": frozen, "b": frozen, "c": moving}
 
 
+def begin_cut(here: Machine) -> None:
+    """Take a cut that no later one replaces."""
+    assert here.settler.cut_now()
+    cut = here.cuts.pending()
+    assert cut is not None
+    here.cuts.begin(cut.id)
+
+
 def test_what_was_rotated_away_is_not_sent(tmp_path: Path) -> None:
     """A checkpoint that is removed after the cut and before it was sent is not sent and not published; the rest is."""
     remote = DirectoryStore(str(tmp_path / "remote"))
@@ -95,17 +103,47 @@ def test_what_was_rotated_away_is_not_sent(tmp_path: Path) -> None:
     old, new = numbers.randbytes(30000), numbers.randbytes(30000)
 
     async def test() -> None:
-        async with machine(tmp_path / "store", remote) as here:
+        async with machine(tmp_path / "store", remote, tuned(settle_s=30)) as here:
             for name, data in (("step-1", old), ("step-2", new)):
                 await here.mkdir(name)
                 await here.write(f"{name}/weights", data)
-            assert here.settler.cut_now()
+            begin_cut(here)
             await here.unlink("step-1/weights")
             await here.rmdir("step-1")
             assert here.publisher is not None
             await here.publisher.drained()
             assert restore(tmp_path / "remote", tmp_path / "out") == {"step-2": None, "step-2/weights": new}
             assert here.publisher.counters.raw_bytes == len(new)
+
+    run(test)
+
+
+@pytest.mark.parametrize("where", ["", "run/"], ids=["top", "below"])
+@pytest.mark.parametrize("marked", [1, 2])
+def test_what_a_marker_names_is_sent_though_it_was_rotated_away(tmp_path: Path, where: str, marked: int) -> None:
+    """Whatever is published, a marker never names what is not there; what none can name is still not sent."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote, tuned(settle_s=30)) as here:
+            if where:
+                await here.mkdir(where.rstrip("/"))
+                await here.publish()
+            for step in (1, 2, 3):
+                await here.mkdir(f"{where}step-{step}")
+                await here.write(f"{where}step-{step}/weights", b"%d" % step * 20_000)
+                if step == marked:
+                    await here.write("latest", b"%d" % step)
+            begin_cut(here)
+            for step in (1, 2):
+                await here.unlink(f"{where}step-{step}/weights")
+                await here.rmdir(f"{where}step-{step}")
+            await here.publisher.drained()
+            found = restore(tmp_path / "remote", tmp_path / "out")
+            assert {path for path in found if path.endswith("weights")} == {
+                f"{where}step-{step}/weights" for step in (marked, 3)
+            }
+            assert found["latest"] == b"%d" % marked
 
     run(test)
 

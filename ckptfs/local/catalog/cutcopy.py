@@ -48,7 +48,7 @@ SELECT ?1, d.parent, d.name, d.ino, CASE WHEN m.digest IS NULL THEN i.image END,
 FROM dirent d LEFT JOIN inode i ON i.ino = d.ino LEFT JOIN manifest m ON m.id = i.manifest WHERE d.parent = ?2
 """
 
-_IS_DIRECTORY = "mode & 61440 = 16384"
+IS_DIRECTORY = "mode & 61440 = 16384"
 """S_ISDIR in SQL."""
 
 
@@ -127,7 +127,7 @@ class CutCopier:
         new: list[Inode] = []
         rows = self._db.execute(
             "SELECT c.name, c.ino, c.tree IS NOT NULL, i.expanded FROM cut_entry c JOIN inode i ON i.ino = c.ino"
-            f" WHERE c.cut = ? AND c.dir = ? AND c.{_IS_DIRECTORY}",
+            f" WHERE c.cut = ? AND c.dir = ? AND c.{IS_DIRECTORY}",
             (self._cut, directory),
         ).fetchall()
         for name, ino, published, expanded in rows:

@@ -20,7 +20,7 @@ from ckptfs.encoding.head import decode_head
 from ckptfs.encoding.tree import Entry
 from ckptfs.ids import ROOT_INODE, FileId, ImageId, Inode, ObjectId, Stamp, WriterId
 from ckptfs.local.catalog.catalog import SELF, Catalog
-from ckptfs.local.catalog.cutcopy import CutCopier, ImageStatus, Provisional
+from ckptfs.local.catalog.cutcopy import IS_DIRECTORY, CutCopier, ImageStatus, Provisional
 from ckptfs.local.catalog.names import CHANGED, CLEAN, MERGED
 
 Subtree = tuple[ObjectId, bytes | None]
@@ -309,18 +309,20 @@ class Cuts:
         """Take *directory* out of *cut* when it was removed here since and nobody ever saw it; None when it stays.
 
         Its bytes need not be sent then. Only a directory whose parent was published before, or lies in the root, goes:
-        a part of what is new as a whole must not be missing from it while the rest is still being removed.
+        a part of what is new as a whole must not be missing from it while the rest is still being removed. And only
+        one that no marker of the cut can name: no file or link beside or above it changed after it got its name and
+        before the next directory beside it did.
         """
         with self._catalog.transaction() as db:
             row = db.execute(
-                "SELECT e.dir = ?3 OR parent.tree IS NOT NULL FROM cut_dir d"
+                "SELECT e.dir, e.stamp FROM cut_dir d"
                 " JOIN cut_entry e ON e.cut = d.cut AND e.ino = d.dir"
                 " JOIN cut_dir parent ON parent.cut = d.cut AND parent.dir = e.dir"
-                " WHERE d.cut = ?1 AND d.dir = ?2 AND d.tree IS NULL"
+                " WHERE d.cut = ?1 AND d.dir = ?2 AND d.tree IS NULL AND (e.dir = ?3 OR parent.tree IS NOT NULL)"
                 " AND NOT EXISTS (SELECT 1 FROM dirent WHERE ino = ?2)",
                 (cut, directory, ROOT_INODE),
             ).fetchone()
-            if row is None or not row[0]:
+            if row is None or self._may_be_named(cut, *row):
                 return None
             gone = Unneeded()
             below = [directory]
@@ -339,6 +341,23 @@ class Cuts:
                 db.execute("DELETE FROM cut_dir WHERE cut = ? AND dir = ?", (cut, each))
             db.execute("DELETE FROM cut_entry WHERE cut = ? AND ino = ?", (cut, directory))
             return gone
+
+    def _may_be_named(self, cut: int, parent: Inode, stamp: Stamp) -> bool:
+        """Whether something that the cut has may say that the directory named in *parent* at *stamp* is the newest."""
+        (following,) = self._db.execute(
+            f"SELECT min(stamp) FROM cut_entry WHERE cut = ? AND dir = ? AND stamp > ? AND {IS_DIRECTORY}",
+            (cut, parent, stamp),
+        ).fetchone()
+        return bool(
+            self._db.execute(
+                "WITH RECURSIVE above (ino) AS"
+                " (VALUES (?2) UNION SELECT d.parent FROM above JOIN dirent d ON d.ino = above.ino)"
+                " SELECT EXISTS (SELECT 1 FROM above JOIN cut_entry c ON c.cut = ?1 AND c.dir = above.ino"
+                f" WHERE c.ino IS NOT NULL AND NOT c.{IS_DIRECTORY} AND max(c.stamp, c.changed) > ?3"
+                " AND (?4 IS NULL OR max(c.stamp, c.changed) < ?4))",
+                (cut, parent, stamp, following),
+            ).fetchone()[0]
+        )
 
     def refuse(self, manifest: int) -> list[ImageId]:
         """The bytes of *manifest* are not what was sealed: whoever has it is unsealed; returns images to seal again.
