@@ -51,21 +51,18 @@ def remove_elsewhere(store: Store, parent: Inode, name: bytes) -> None:
 
 
 @pytest.mark.parametrize("when", range(1, 8))
-def test_a_directory_that_goes_is_never_seen_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
-) -> None:
+def test_a_directory_that_goes_is_never_seen_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     """Listed in two requests, it is there as a whole or not at all, whenever in between it is removed elsewhere."""
     listed: list[bytes] = []
-    room = 0
+    rooms = [4, 100]
 
     def reply(token: object, name: bytes, attributes: object, next_id: int) -> bool:
-        if len(listed) == room:
+        if len(listed) == rooms[0]:
             return False
         listed.append(name)
         return True
 
     async def main() -> None:
-        nonlocal room
         store = Store.open(tmp_path / "store")
         filesystem = FileSystem(store, tree=Elsewhere(store, -1))
         step = (await filesystem.mkdir(ROOT_INODE, b"step", 0o755, ROOT)).ino
@@ -77,8 +74,9 @@ def test_a_directory_that_goes_is_never_seen_empty(
         operations = Operations(filesystem, MountOptions())
         fh = await operations.opendir(step, None)
         try:
-            for room in (4, 100):
+            while rooms:
                 await operations.readdir(fh, len(listed), None)
+                del rooms[0]
         except pyfuse3.FUSEError as error:
             assert error.errno == errno.ENOENT
         else:
