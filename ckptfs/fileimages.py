@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from ckptfs.encoding.manifest import Content
+from ckptfs.errors import ContentUnavailable
 from ckptfs.ids import ImageId, Inode
 from ckptfs.local.catalog.names import InodeRow
 from ckptfs.local.images import Image, copy_data
@@ -124,13 +125,21 @@ class FileImages:
 
     # Within
 
+    def descriptor(self, image_id: ImageId, *, writing: bool = False) -> int:
+        """As `Images.open`. Raises ContentUnavailable when somebody took the image's file away, OSError."""
+        try:
+            return self._store.images.open(image_id, writing=writing)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            path = self._store.images.file(image_id)
+            raise ContentUnavailable(f"{path}, which has the file's bytes, is gone: `ckptfs scrub` the file") from error
+
     def _open(self, image_id: ImageId, content: Content | None) -> Image:
         try:
-            fd = self._store.images.open(image_id, writing=True)
+            fd = self.descriptor(image_id, writing=True)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EPERM, errno.EACCES):
                 raise
-            fd = self._store.images.open(image_id)  # the disk turned read-only, or the file: it can be read
+            fd = self.descriptor(image_id)  # the disk turned read-only, or the file: it can be read
         image = Image(image_id, fd)
         if content is not None and not self._store.contents.image_is_whole(image_id):
             image.present = SpanSet(content.holes)

@@ -451,14 +451,14 @@ class OpenFiles:
         image = file.image
         sealed_for_writing = writes and file.manifest is not None
         if self.backing is not None and image.whole and not sealed_for_writing:
-            fd = self._store.images.open(image.id)
+            fd = self._images.descriptor(image.id)
             file.backing = self.backing.open(fd)
             if file.backing is not None:
                 image.exchange(fd)
                 return
             os.close(fd)
         if file.held:
-            image.exchange(self._store.images.open(image.id, writing=True))
+            image.exchange(self._images.descriptor(image.id, writing=True))
 
     def _end_service(self, file: OpenFile) -> None:
         """After the last close."""

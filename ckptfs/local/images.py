@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import random
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,8 +78,15 @@ class Images:
         return f"{self._root}/{name[-2:]}/{name}"
 
     def status(self, image: ImageId) -> os.stat_result:
-        """Raises FileNotFoundError."""
-        return os.stat(self.file(image))
+        """Raises FileNotFoundError, also when something other than a file is in its place."""
+        status = os.stat(self.file(image))
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "no file is in the place of an image", self.file(image))
+        return status
+
+    def has(self, image: ImageId) -> bool:
+        """Whether it has a file."""
+        return os.path.isfile(self.file(image))
 
     def create(self) -> Image:
         """A new empty whole image, open for reading and writing."""
@@ -135,12 +143,13 @@ class Images:
             raise
 
     def ids(self) -> Iterator[ImageId]:
-        """Every image file on disk."""
+        """Every image file on disk. What else somebody put there is nothing to us."""
         for folder in sorted(self.directory.iterdir()):
             if folder.is_dir():
-                for path in sorted(folder.iterdir()):
+                for entry in sorted(os.scandir(folder), key=lambda each: each.name):
                     try:
-                        yield ImageId(int(path.name, 16))
+                        if entry.is_file():
+                            yield ImageId(int(entry.name, 16))
                     except ValueError:
                         continue
 

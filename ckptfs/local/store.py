@@ -171,7 +171,7 @@ class Store:
         self._recover_images()
         if not power_cut:
             for image in self.contents.unsealed_images():
-                if self.images.path(image).exists():  # damage may name one that never was, and has no folder to flush
+                if self.images.has(image):  # damage may name one that never was, and has no folder to flush
                     self.sync.created(image)
 
     def _recover_replaced(self, power_cut: bool) -> None:
@@ -204,7 +204,7 @@ class Store:
         lost = self.path / "lost+found"
         lost.mkdir(exist_ok=True, mode=0o700)
         for path in lost.iterdir():
-            if path.stat().st_mtime < time.time() - LOST_AND_FOUND_S:
+            if path.is_file() and path.stat().st_mtime < time.time() - LOST_AND_FOUND_S:
                 path.unlink()
         for image in found - known:
             path = self.images.path(image)

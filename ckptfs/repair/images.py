@@ -71,7 +71,7 @@ class ImageScrub:
         body = self._store.contents.manifest(file.manifest).body if self._is_still(file) else None
         if file.image is None or body is None:
             return
-        if not self._store.images.path(file.image).exists() and self._is_still(file):
+        if not self._store.images.has(file.image) and self._is_still(file):
             self._gone(file, file.image)
             return
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,15 +19,15 @@ import trio
 
 from ckptfs.encoding.canonical import open_object, seal_object
 from ckptfs.encoding.head import decode_head, head_key
-from ckptfs.encoding.keys import manifest_key, pack_key, tree_key
+from ckptfs.encoding.keys import FORMAT_KEY, manifest_key, pack_key, tree_key
 from ckptfs.encoding.manifest import decode_manifest
 from ckptfs.encoding.pack import PackedChunk
 from ckptfs.encoding.tree import TreeParts, decode_tree
-from ckptfs.errors import CkptfsError, FormatError, ObjectExists, ObjectMissing
+from ckptfs.errors import CkptfsError, FormatError, ObjectExists, ObjectMissing, RemoteError
 from ckptfs.ids import ROOT_INODE, ChunkId, Inode, ObjectId
 from ckptfs.local.catalog.mending import Mending
 from ckptfs.local.catalog.packs import Packs
-from ckptfs.local.catalog.stock import Stock, StockFile
+from ckptfs.local.catalog.stock import Stock, StockFile, StockHead
 from ckptfs.local.store import Store
 from ckptfs.remote.base import ObjectStore
 from ckptfs.repair import packs as pack_repair
@@ -115,9 +115,11 @@ class RemoteScrub:
 
         Those with what its deltas are against come first where that cannot be had: it is their damage.
         """
-        if name in self._looked_at:
-            return
-        self._looked_at.add(name)
+        if name not in self._looked_at:
+            self._looked_at.add(name)
+            await self._unless_unreadable(pack_key(name), partial(self._look_at_pack, name, size))
+
+    async def _look_at_pack(self, name: ObjectId, size: int) -> None:
         await self._pace.spend(size)
         known = self._packs.chunks(name)
         data, found = await self._examine(name, known)
@@ -227,15 +229,18 @@ class RemoteScrub:
         for each in self._stock.heads():
             head = decode_head(open_object(each.body))
             key = head_key(head.writer, head.seq)
-            there = await self._get(key)
-            self._report.objects += 1
-            if there == each.body or (there is None and not each.own):
-                continue
-            finding = self._found(
-                key, "it is gone" if there is None else "it is damaged",
-                "other machines do not see the state that it published", ("/",),
-            )  # fmt: skip
-            await self._put_again(finding, key, each.body, there is not None)
+            await self._unless_unreadable(key, partial(self._look_at_head, key, each))
+
+    async def _look_at_head(self, key: str, head: StockHead) -> None:
+        there = await self._get(key)
+        self._report.objects += 1
+        if there == head.body or (there is None and not head.own):
+            return
+        finding = self._found(
+            key, "it is gone" if there is None else "it is damaged",
+            "other machines do not see the state that it published", ("/",),
+        )  # fmt: skip
+        await self._put_again(finding, key, head.body, there is not None)
 
     async def look_at_objects(self, top: Inode, only: Collection[ObjectId] | None = None) -> None:
         """Manifests and trees at or below *top* that are objects of their own; of those, *only* some."""
@@ -248,11 +253,15 @@ class RemoteScrub:
         for tree in self._stock.trees(top):
             if is_meant(tree.digest):
                 make = partial(trees.tree_objects, self._stock, contents, tree, most)
-                await self._look_at_object(tree_key(tree.digest), tree.digest, tree.ino, "listed", make)
+                key = tree_key(tree.digest)
+                look = partial(self._look_at_object, key, tree.digest, tree.ino, "listed", make)
+                await self._unless_unreadable(key, look)
         for file in self._stock.files(top):
             if file.digest is not None and is_meant(file.digest):
                 make = partial(trees.manifest_object, contents, self._packs, file.manifest, file.digest)
-                await self._look_at_object(manifest_key(file.digest), file.digest, file.ino, "read", make)
+                key = manifest_key(file.digest)
+                look = partial(self._look_at_object, key, file.digest, file.ino, "read", make)
+                await self._unless_unreadable(key, look)
 
     async def _look_at_object(
         self, key: str, digest: ObjectId, ino: Inode | None, verb: str, make: Callable[[], dict[str, bytes] | None]
@@ -298,6 +307,19 @@ class RemoteScrub:
         return ""
 
     # Within
+
+    async def _unless_unreadable(self, key: str, look: Callable[[], Awaitable[None]]) -> None:
+        """*look* at an object; that it cannot be read is a finding, and no reason to look at no other.
+
+        Raises RemoteError when the remote gives nothing else either.
+        """
+        try:
+            await look()
+        except RemoteError as error:
+            await self._in_thread(partial(self._remote.get, FORMAT_KEY))
+            why = f"it cannot be read ({error})"
+            finding = self._found(key, why, "what needs it cannot be read on other machines", ())
+            finding.repair = "find out why the remote does not give it, and scrub again"
 
     async def _put_again(self, finding: Finding, key: str, body: bytes, replace: bool) -> None:
         if not self._repair:

@@ -278,7 +278,7 @@ class Publisher:
         """Whether every file of the cut is. Nothing is to wait for images whose flush failed or that cannot be read."""
         hopeless = self._store.sync.poisoned.keys() | self._store.unreadable
         while (image := self._cuts.first_unsealed(cut.id)) is not None:
-            if image not in hopeless and self._store.images.path(image).exists():
+            if image not in hopeless and self._store.images.has(image):
                 return False
             log.error("image %016x cannot be sealed: its file is left out of what is published", image)
             self._cuts.leave_out(image)

@@ -138,6 +138,67 @@ def test_an_image_that_is_gone_is_fetched_again(saved: Saved) -> None:
     saved.check()
 
 
+def test_something_else_in_the_place_of_an_image(saved: Saved) -> None:
+    """A directory there counts as the image being gone, for whoever reads, checks, mends or mounts."""
+    path, model = saved.site.mountpoint / "run/weights.npy", saved.site.mountpoint / "run/step-0/model.bin"
+    images = [image_of(saved.site.store, "weights.npy"), image_of(saved.site.store, "model.bin")]
+    for image in images:
+        image.unlink()
+        image.mkdir()
+    saved.site.mount()  # opening the store saw it
+    assert path.read_bytes() == saved.content["run/weights.npy"]
+    saved.site.umount()
+    saved.site.mount()
+    image = image_of(saved.site.store, "weights.npy")
+    image.unlink()
+    with pytest.raises(OSError, match="Input/output"):
+        path.read_bytes()
+    assert "ckptfs scrub" in saved.site.log()
+    image.mkdir()
+    with pytest.raises(OSError, match="Input/output"):
+        path.read_bytes()
+    assert path.stat().st_size == len(saved.content["run/weights.npy"])
+    report = saved.scrub(path=path)
+    assert [(each["what"], each["state"]) for each in report["findings"]] == [
+        ("its file is gone from images/", "repaired")
+    ]
+    assert path.read_bytes() == saved.content["run/weights.npy"]
+    assert model.read_bytes() == saved.content["run/step-0/model.bin"]
+    saved.site.umount()
+    done = saved.site.run("fsck", str(saved.site.store), "--repair")
+    assert done.status == 0, done.said
+    saved.check()
+
+
+def test_an_object_that_the_remote_does_not_give(saved: Saved) -> None:
+    """Of each kind one cannot be read, for another reason than being gone: told, and all others are looked at."""
+    away = saved.remote.with_name("away")
+    needed, unread = [], [str(objects(saved.remote, "heads")[0].relative_to(saved.remote))]
+    for kind in ("packs", "manifests", "trees"):
+        (saved.remote / kind).rename(away)
+        found = saved.scrub("--remote", "--no-repair", status=3)["findings"]
+        some = sorted(each["where"] for each in found if each["where"].startswith(f"{kind}/"))
+        needed += some
+        unread.append(some[0])
+        away.rename(saved.remote / kind)
+    kept = {where: (saved.remote / where).read_bytes() for where in unread}
+    for where in unread:
+        (saved.remote / where).unlink()
+        (saved.remote / where).symlink_to(os.path.basename(where))
+    others = [where for where in needed if where not in unread]
+    for where in others:
+        flip(saved.remote / where, 5)
+    found = saved.scrub("--remote", status=3)["findings"]
+    assert sorted(each["where"] for each in found if "it cannot be read" in each["what"]) == sorted(unread)
+    assert {each["where"]: each["state"] for each in found if each["where"] in others} == dict.fromkeys(
+        others, "repaired"
+    )
+    for where, data in kept.items():
+        (saved.remote / where).unlink()
+        (saved.remote / where).write_bytes(data)
+    assert saved.scrub("--remote")["findings"] == []
+
+
 def test_damage_under_a_mount_is_mended_while_it_serves(saved: Saved) -> None:
     """The daemon scrubs beside everything else; what is open is mended once it is closed."""
     saved.site.mount()

@@ -51,7 +51,7 @@ def _names(db: sqlite3.Connection) -> Iterator[str]:
 
 def _images(db: sqlite3.Connection, store: Path) -> Iterator[str]:
     rows = {row[0] for row in db.execute("SELECT id FROM image")}
-    files = {int(path.name, 16) for path in (store / "images").glob("*/*")}
+    files = {int(path.name, 16) for path in (store / "images").glob("*/*") if path.is_file()}
     for image in rows - files:
         yield f"image {image:016x} has a row and no file"
     for image in files - rows:
