@@ -157,7 +157,7 @@ class Engine:
         """Whether everything under *path* reached *target* in time. Raises NameMissing, InvalidArgument.
 
         Waiting for more than sealed publishes at once, and raises RemoteUnusable when what answers is not the remote
-        that the store is bound to.
+        that the store is bound to, RemoteError when the remote lost bytes that are not here either.
         """
         ino = await self._resolve(path)
         wanted = STATES.index(target)
@@ -176,6 +176,8 @@ class Engine:
                     await replica.demand_right()
                 if reached:
                     return True
+                if replica and state == "sealed":
+                    await replica.demand_mendable(self._totals.manifests_under(ino))
                 self.sealer.hurry()
                 # Once, and again only when nothing is on its way: others' checkpoints are cut along, whole or not.
                 if replica and state != "writing" and (first or replica.publisher.is_drained):
@@ -338,7 +340,10 @@ class Engine:
             return "writing" if being_written else "closed"
         if self.replica is None or self._totals.pending_under(ino, limit=1) or self._totals.removals_under(ino):
             return "sealed"
-        return "verified" if await self.replica.is_verified(self._totals.manifests_under(ino)) else "replicated"
+        manifests = self._totals.manifests_under(ino)
+        if await self.replica.missed(manifests):
+            return "sealed"
+        return "verified" if await self.replica.is_verified(manifests) else "replicated"
 
     async def status(self, path: bytes = b"/") -> dict[str, Any]:
         """The status document; see docs. Everything in it can be written as JSON. Raises NameMissing."""

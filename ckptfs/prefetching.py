@@ -6,14 +6,15 @@ Who calls: the event loop's thread. Cancelling leaves what was fetched; the next
 from __future__ import annotations
 
 import errno
+import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
 
-from ckptfs.errors import CkptfsError, StoreFull
+from ckptfs.errors import CkptfsError, ContentUnavailable, FormatError, ObjectMissing, StoreFull
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 from ckptfs.local.room import Room
@@ -48,8 +49,9 @@ class Fetching:
 async def prefetch(filesystem: FileSystem, top: Inode, room: Room, progress: Fetching) -> None:
     """Return when every regular file at or below *top* is whole here; *progress* is kept up to date meanwhile.
 
-    Raises NameMissing, ContentUnavailable when the remote does not deliver, StoreFull, at once when all of it does not
-    fit in *room* now, and later when others took that meanwhile.
+    What is damaged on the remote keeps nothing else from coming. Raises NameMissing, ContentUnavailable with the path
+    of a file that the remote does not deliver, StoreFull, at once when all of it does not fit in *room* now, and later
+    when others took that meanwhile.
     """
     progress.started_s = time.monotonic()
     files = [ino for ino in await _files_below(filesystem, top) if not filesystem.files.is_whole(ino)]
@@ -57,7 +59,7 @@ async def prefetch(filesystem: FileSystem, top: Inode, room: Room, progress: Fet
     progress.total_bytes = sum([(await filesystem.getattr(ino)).size for ino in files])
     await _check_room(filesystem, files, room)
     left = iter(files)
-    failures: list[Exception] = []
+    failures: dict[Inode, CkptfsError | OSError] = {}
 
     def landed(count: int) -> None:
         progress.fetched_bytes += count
@@ -66,17 +68,18 @@ async def prefetch(filesystem: FileSystem, top: Inode, room: Room, progress: Fet
         for ino in left:
             try:
                 await filesystem.files.make_whole(ino, landed)
+                progress.fetched_files += 1
             except (CkptfsError, OSError) as error:
-                failures.append(error)
-            if failures:
+                failures[ino] = error
+            if not all(map(_is_damage, failures.values())):
                 return
-            progress.fetched_files += 1
 
     async with trio.open_nursery() as nursery:
         for _ in range(_FILES_AT_ONCE):
             nursery.start_soon(work)
+    failures = {ino: error for ino, error in failures.items() if filesystem.store.names.parents(ino)}  # else: removed
     if failures:
-        raise _explained(failures[0], progress)
+        raise _explained(failures, filesystem, progress)
 
 
 async def _check_room(filesystem: FileSystem, files: Sequence[Inode], room: Room) -> None:
@@ -93,13 +96,25 @@ async def _check_room(filesystem: FileSystem, files: Sequence[Inode], room: Room
         )
 
 
-def _explained(error: Exception, progress: Fetching) -> Exception:
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    came, total = _size(progress.fetched_bytes), _size(progress.total_bytes)
-    full = StoreFull(f"the store's disk is full now: {came} of {total} came, and stay. {_WHAT_TO_DO}")
-    full.__cause__ = error
-    return full
+def _is_damage(error: Exception) -> bool:
+    """Whether it says nothing of other files: the remote answers, and has not what it should."""
+    return isinstance(error, ContentUnavailable) and isinstance(error.__cause__, FormatError | ObjectMissing)
+
+
+def _explained(failures: Mapping[Inode, Exception], filesystem: FileSystem, progress: Fetching) -> Exception:
+    """The failure to tell: what concerns all files before what concerns one."""
+    ino, error = min(failures.items(), key=lambda each: _is_damage(each[1]))
+    explained: Exception = error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        came, total = _size(progress.fetched_bytes), _size(progress.total_bytes)
+        explained = StoreFull(f"the store's disk is full now: {came} of {total} came, and stay. {_WHAT_TO_DO}")
+    elif isinstance(error, ContentUnavailable):
+        path = os.fsdecode(filesystem.store.names.path(ino))
+        others = f" (and {len(failures) - 1} more files)" if len(failures) > 1 else ""
+        hint = "; `ckptfs scrub --remote` mends what can be" if _is_damage(error) else ""
+        explained = ContentUnavailable(f"{path}{others}: {error}{hint}")
+    explained.__cause__ = None if explained is error else error
+    return explained
 
 
 def _size(size_bytes: int) -> str:

@@ -76,8 +76,9 @@ class RemoteScrub:
         *,
         repair: bool,
         republish: Callable[[Inode], None],
+        bring: Callable[[Inode], Awaitable[None]],
     ) -> None:
-        """*republish* is told of files that are to be published anew."""
+        """*republish* is told of files that are to be published anew; *bring* fetches all of a file, or raises."""
         self._store = store
         self._remote = remote
         self._copies = copies
@@ -86,6 +87,7 @@ class RemoteScrub:
         self._report = report
         self._repair = repair
         self._republish = republish
+        self._bring = bring
         self._packs = Packs(store.catalog)
         self._stock = Stock(store.catalog.db)
         self._looked_at: set[ObjectId] = set()
@@ -181,6 +183,8 @@ class RemoteScrub:
             finding.state, finding.repair = REPAIRED, "no file needs what is damaged; it is not looked for any more"
             return
         lost = {each.id for each in bad if await self._copies.local(each.id, each.raw_length) is None}
+        if await self._brought([user for user in users if not user.is_whole and not user.lacks(lost)]):
+            users = await self._users({chunk.id for chunk in bad})
         damaged = [user.file.ino for user in users if user.lacks(lost)]
         others = [user for user in users if not user.lacks(lost)]
         whole = [each.file.ino for each in others if each.file.ino is not None and each.is_whole]
@@ -191,7 +195,9 @@ class RemoteScrub:
             finding.repair = f"{len(lost)} chunks in it are nowhere else"
         elif rest:
             finding.state, finding.paths = LOST, self._paths(each.file.ino for each in rest)
-            finding.repair = "the bytes are here, but not the whole of these files: prefetch them and scrub again"
+            finding.repair = (
+                "the bytes are here, but the whole of these files cannot be: make room, prefetch them and scrub again"
+            )
         else:
             finding.state = REPAIRED
             finding.repair = "its bytes are sent again in new packs, and the files published anew"
@@ -205,6 +211,19 @@ class RemoteScrub:
                 self._republish(ino)
         else:
             self._packs.doubt(pack)
+
+    async def _brought(self, users: list[_User]) -> bool:
+        """Have those files here, as far as they can be, so that they can be published anew; whether any came."""
+        came = False
+        for ino in (user.file.ino for user in users):
+            if ino is None:
+                continue
+            try:
+                await self._bring(ino)
+                came = True
+            except (CkptfsError, OSError) as error:
+                log.info("inode %d cannot be published anew now: %s", ino, error)
+        return came
 
     async def _users(self, chunks: set[ChunkId]) -> list[_User]:
         """Published files that need any of *chunks*."""

@@ -16,6 +16,7 @@ from ckptfs.ids import ROOT_INODE, ImageId, Inode, ObjectId
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.catalog.stock import Stock, StockFile
 from ckptfs.local.store import Store
+from ckptfs.prefetching import Fetching, prefetch
 from ckptfs.remote.base import ObjectStore
 from ckptfs.remote.retry import Limits, Retrying
 from ckptfs.repair.copies import Copies
@@ -77,6 +78,7 @@ class Scrub:
                 store, retrying, copies, replica.hydrator, self._pace, self._report,
                 repair=options.repair and (options.alone or not replica.read_only),
                 republish=_leave if options.alone else replica.attributes_changed,
+                bring=lambda ino: prefetch(filesystem, ino, replica.room, Fetching()),
             )  # fmt: skip
 
     async def run(self, top: Inode) -> Report:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from stat import S_ISDIR
 from typing import Protocol
 
@@ -280,6 +281,24 @@ class Replica:
         chunks = await self._chunks_here(manifests)
         return chunks is not None and not self.packs.unverified_of(chunks)
 
+    async def missed(self, manifests: Iterable[int]) -> set[ChunkId]:
+        """Chunks of *manifests* that a reader did not find on the remote. Never waits for it.
+
+        Of a manifest that was not fetched yet nobody read any.
+        """
+        if not self.packs.doubted():
+            return set()
+        return self.packs.doubtful(await self._known_chunks(manifests))
+
+    async def demand_mendable(self, manifests: Iterable[int]) -> None:
+        """Raises RemoteError when a chunk of *manifests* was missed on the remote and is not on this disk either."""
+        missed = await self.missed(manifests)
+        if missed - self._store.contents.located(missed, besides=None):
+            raise RemoteError(
+                f"{self.url}: some of its bytes are not on the remote any more, and not on this disk: `ckptfs status` "
+                "names the packs, and `ckptfs scrub --remote` on a machine that has the bytes mends them"
+            )
+
     def progress(self) -> Progress:
         return self.publisher.progress()
 
@@ -382,13 +401,26 @@ class Replica:
     async def _chunks_here(self, manifests: Iterable[int]) -> list[ChunkId] | None:
         """The same; None when a manifest was not fetched yet, or cannot be read."""
         wanted = list(manifests)
-        rows = map(self._store.contents.manifest, wanted)
-        if any(row.body is None and row.remote_body is None for row in rows):
+        if not all(map(self._is_here, wanted)):
             return None
         try:
             return await self._chunks(wanted)
         except ContentUnavailable:
             return None
+
+    async def _known_chunks(self, manifests: Iterable[int]) -> list[ChunkId]:
+        """The same of those manifests that were fetched and can be read."""
+        found: dict[ChunkId, None] = {}
+        for manifest in filter(self._is_here, manifests):
+            with suppress(ContentUnavailable):
+                found.update(dict.fromkeys(await self._chunks([manifest])))
+        return list(found)
+
+    def _is_here(self, manifest: int) -> bool:
+        if not self._store.contents.has_manifest(manifest):  # removed meanwhile
+            return False
+        row = self._store.contents.manifest(manifest)
+        return row.body is not None or row.remote_body is not None
 
     def _cut_taken(self) -> None:
         self._hurry()  # where small files come without end, it would be replaced before it is sealed, again and again

@@ -70,6 +70,10 @@ def fails_to_read(path: Path) -> None:
     assert raised.value.errno == errno.EIO
 
 
+def state(path: Path) -> str:
+    return os.getxattr(path, "user.ckptfs.state").decode()
+
+
 def damaged(site: Site) -> list[str]:
     return [each["object"] for each in site.status()["damaged"]]
 
@@ -93,10 +97,15 @@ def test_what_is_here_and_not_in_its_pack_any_more(pair: Pair, tmp_path: Path) -
     assert pack.name in pair.far.status()["last_error"], "other reads say nothing of it"
     told = pair.far.run("status", str(top)).out
     assert pack.name in told and "scrub --remote" in told and "nothing would be lost" not in told
+    assert [state(top / name) for name in ("kept", "lost")] == ["sealed", "sealed"]
+    waited = pair.far.run("wait", str(top / "lost"), "--timeout", "30s")
+    assert waited.status == 1 and "scrub --remote" in waited.err, waited.said
+    assert pair.far.run("wait", str(top / "kept"), "--timeout", "10ms").status == 3
     assert "scrub --remote" in pair.far.umount(status=3).out
     pair.far.mount()
     assert not pair.far.status()["safe"], "it was forgotten"
-    until(lambda: pair.far.status()["safe"], "what is here to be sent again")
+    assert pair.far.run("wait", str(top / "kept"), "--timeout", "60s").status == 0
+    assert pair.far.status()["safe"] and state(top / "kept") != "sealed"
     assert pack.name in damaged(pair.far)[0]
     pair.far.umount()
     with Site(tmp_path, name="third", tuning=TINY) as third:
@@ -212,7 +221,7 @@ def test_what_was_given_up_once_can_be_missed_again(pair: Pair) -> None:
 
 
 def test_a_file_of_which_another_has_the_bytes_is_not_forgotten(pair: Pair, tmp_path: Path) -> None:
-    """It cannot be published anew before it is here; until then its pack is in doubt, and then it is published."""
+    """What the pack lost is here, so it is brought here whole, and both are published anew, unaided."""
     parts = {name: os.urandom(SIZE) for name in "ab"}
     pair.save(**parts)
     (pack,) = objects(pair.remote, "packs")
@@ -221,15 +230,42 @@ def test_a_file_of_which_another_has_the_bytes_is_not_forgotten(pair: Pair, tmp_
     pack.unlink()
     fails_to_read(top / "a")
     (top / "again").write_bytes(parts["a"])
-    assert pair.far.run("wait", str(top / "again")).status == 0
+    assert pair.far.run("wait", str(top / "again"), "--timeout", "60s").status == 0
     report = scrub(pair.far, status=3)
     assert report["lost"] == ["/run/b"] and len(damaged(pair.far)) == 1
-    assert not pair.far.status()["safe"]
-    assert pair.far.run("prefetch", str(top / "a")).status == 0
-    until(lambda: pair.far.status()["safe"], "it to be sent again", 60)
+    assert pair.far.status()["safe"]
     pair.far.umount()
     assert third_reads(tmp_path, pair, "a") == third_reads(tmp_path, pair, "again") == parts["a"]
     assert third_reads(tmp_path, pair, "b") is None
+
+
+def test_a_file_that_does_not_fit_here_keeps_its_pack_in_doubt(pair: Pair, tmp_path: Path) -> None:
+    """It cannot be published anew; what was saved again stays unsafe, and is told so, until nothing else is needed."""
+    (pair.near.store / "settings.json").unlink()  # chunks of a MiB
+    first, rest = (np.frombuffer(os.urandom(size * MIB), np.uint8) for size in (2, 90))
+    with small_disk(tmp_path, 100) as disk:
+        pair.far.store = disk / "store"
+        pair.far.store.mkdir()
+        (pair.far.store / "settings.json").write_text(json.dumps({"tuning": {"retry_most_s": 2}}))
+        pair.near.mount("--remote", pair.url, *FAST)
+        np.savez(pair.near.mountpoint / "large.npz", first=first)
+        assert pair.near.run("wait", str(pair.near.mountpoint)).status == 0
+        (pack,) = objects(pair.remote, "packs")
+        np.savez(pair.near.mountpoint / "large.npz", first=first, rest=rest)
+        pair.near.umount()
+        top = pair.far.mountpoint
+        pair.far.mount("--remote", pair.url, *FAST)
+        pack.unlink()
+        fails_to_read(top / "large.npz")
+        np.savez(top / "again.npz", first=first)
+        report = scrub(pair.far, status=3)
+        assert report["lost"] == ["/large.npz"] and "make room" in report["findings"][0]["repair"]
+        assert pair.far.run("wait", str(top / "again.npz"), "--timeout", "10s").status == 3
+        assert not pair.far.status()["safe"]
+        (top / "large.npz").unlink()
+        assert pair.far.run("wait", str(top / "again.npz"), "--timeout", "60s").status == 0
+        assert pair.far.status()["safe"]
+        pair.far.umount()
 
 
 def test_a_machine_that_has_nothing_finds_a_rotated_series_sound(pair: Pair) -> None:
@@ -253,6 +289,23 @@ def test_a_machine_that_has_nothing_finds_a_rotated_series_sound(pair: Pair) -> 
     assert pair.far.run("wait", str(pair.far.mountpoint), "--for", "verified", "--timeout", "30s").status == 0
     assert damaged(pair.far) == []
     pair.far.umount()
+
+
+def test_what_is_damaged_keeps_nothing_else_from_being_fetched(pair: Pair) -> None:
+    """`prefetch` names it, and what mends it; all others are here afterwards."""
+    saved = {name: os.urandom(SIZE) for name in "abcdefgh"}
+    pair.save(**saved)
+    (pack,) = (each for each in objects(pair.remote, "packs") if saved["b"][:100] in each.read_bytes())
+    flip(pack, pack.read_bytes().find(saved["b"][:100]) + 10)
+    pair.far.mount("--remote", pair.url, *FAST)
+    done = pair.far.run("prefetch", str(pair.far.mountpoint))
+    assert done.status == 1 and "/run/b: " in done.err and "scrub --remote" in done.err, done.said
+    assert pack.name in done.err and "/run/a" not in done.err
+    pair.remote.rename(pair.remote.with_name("away"))
+    for name in saved.keys() - {"b"}:
+        assert (pair.far.mountpoint / "run" / name).read_bytes() == saved[name]
+    pair.remote.with_name("away").rename(pair.remote)
+    pair.far.umount(status=3)
 
 
 def test_what_nobody_needs_is_not_missed(pair: Pair) -> None:
