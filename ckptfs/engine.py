@@ -399,10 +399,15 @@ class Engine:
         blocked = self.filesystem.saves.of(self._totals.files_under(ino))
         return {"files": blocked.files, "blocked_s": blocked.seconds, "longest_s": blocked.longest_s}
 
-    def take_credentials(self, env: Mapping[str, str]) -> None:
-        """Use another shell's AWS_* variables from now on."""
-        if self.replica:
-            self.replica.take_credentials(env)
+    async def take_credentials(self, env: Mapping[str, str]) -> str | None:
+        """Use another shell's AWS_* variables from now on. Returns why the remote does not take them, None if it does.
+
+        Raises RemoteError when they make no sense.
+        """
+        if self.replica is None:
+            return None
+        self.replica.take_credentials(env)
+        return await self.replica.refusal()
 
     # Within
 

@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +346,7 @@ def serve(order: Order, reporter: Reporter, *, foreground: bool) -> int:
     _start_log(store.path, foreground)
     log.info("ckptfs daemon %d: %s", os.getpid(), order.dump())
     try:
-        remote = _settle(store, order)
+        remote = _settle(store, order, reporter.note)
         daemon = Daemon(order, store, remote)
     except BaseException as error:
         store.close()
@@ -395,7 +395,7 @@ def _give_memory_back() -> None:
         pass  # another C library, with habits of its own
 
 
-def _settle(store: Store, order: Order) -> BoundStore | None:
+def _settle(store: Store, order: Order, note: Callable[[str], None]) -> BoundStore | None:
     """Open the remote and see that it may be used; then the store remembers what *order* says.
 
     Raises MountError and RemoteError, and then nothing was created or remembered.
@@ -410,7 +410,7 @@ def _settle(store: Store, order: Order) -> BoundStore | None:
         )
     if order.owner is not None:
         owner_ids(order.owner)
-    remote = _meet(store, url, order) if url is not None else None
+    remote = _meet(store, url, order, note) if url is not None else None
     root = os.geteuid() == 0
     changes: dict[str, Any] = {name: value for name in REMEMBERED if (value := getattr(order, name)) is not None}
     if first:
@@ -421,13 +421,15 @@ def _settle(store: Store, order: Order) -> BoundStore | None:
     return remote
 
 
-def _meet(store: Store, url: str, order: Order) -> BoundStore:
+def _meet(store: Store, url: str, order: Order, note: Callable[[str], None]) -> BoundStore:
     """The remote at *url*: the one that the store is bound to, or the one that it is bound to from now on.
 
     Raises MountError and RemoteError.
     """
     known = bound_to(store.catalog)
+    began_ns = time.time_ns()
     if order.offline:
+        note(f"offline: {url} gets nothing, and what only it has cannot be read, until a mount without --offline")
         return BoundStore(OfflineStore(url), known)
     try:
         remote = open_remote(url, create=known is None and not order.read_only)
@@ -443,6 +445,8 @@ def _meet(store: Store, url: str, order: Order) -> BoundStore:
             f"{text} With --offline, what the store {store.path} has can be seen and copied without the remote."
         ) from error
     bind(store.catalog, found)
+    if known is None and found.created_ns >= began_ns:
+        note(f"{url} was empty: a new remote begins there")
     return BoundStore(remote, found.store)
 
 

@@ -25,6 +25,10 @@ _FUSE_CONF = Path("/etc/fuse.conf")
 
 _READ_AHEAD_KIB, _COLD_READ_AHEAD_KIB = 1024, 256
 
+_UNSEEN = (
+    "a process that cannot be seen from here: another user's, or one that waits in open() for what only the remote has"
+)
+
 log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +40,7 @@ class MountBusy(MountError):
     def __init__(self, mountpoint: str, users: list[User]) -> None:
         who = [f"pid {user.pid} ({user.command}: {user.why})" for user in users]
         who += [f"the mount on {each}" for each in mounts_below(mountpoint)]
-        super().__init__(f"{mountpoint} is in use by {', '.join(who) or 'a process that cannot be seen from here'}")
+        super().__init__(f"{mountpoint} is in use by {', '.join(who) or _UNSEEN}")
         self.users = users
 
 

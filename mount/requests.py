@@ -154,8 +154,8 @@ class Requests:
             isinstance(name, str) and isinstance(value, str) and name.startswith("AWS_") for name, value in env.items()
         ):
             raise InvalidArgument("credentials are AWS_* variables")
-        self._engine.take_credentials(env)
-        return {"names": sorted(env)}
+        refusal = await self._engine.take_credentials(env)
+        return {"names": sorted(env), "refusal": refusal}
 
     async def unmount(self, request: Request, reply: Reply) -> Mapping[str, Any]:
         """Prepare the end: drain if *wait*, say {"ready": true}, and give the summary once the mount has ended.

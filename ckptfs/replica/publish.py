@@ -287,7 +287,7 @@ class Publisher:
     def _refuse(self, damage: DamagedContent) -> None:
         for manifest in damage.manifests:
             for image in self._cuts.refuse(manifest):
-                log.error("image %016x changed since it was sealed: it is sealed anew before it is published", image)
+                log.error("image %016x does not give what was sealed: it is sealed anew before it is published", image)
                 self.reseal(image)
 
     def _forget_attempt(self) -> None:

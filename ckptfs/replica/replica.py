@@ -246,6 +246,10 @@ class Replica:
                 await self.follower.catch_up(_NEWS_S)
         return None if self._remote.wrong is None else str(self._remote.wrong)
 
+    async def refusal(self) -> str | None:
+        """Why the remote gives and takes nothing now; None when it does."""
+        return await self.wrong() or self._unanswered
+
     async def demand_right(self) -> None:
         """Raises RemoteUnusable when what answers is not this store's remote: nobody need wait for it."""
         wrong = await self.wrong()

@@ -22,7 +22,7 @@ from ckptfs.local.probe import Probe, probe
 
 from .. import mountpoint as mounts
 from .. import placement
-from ..order import LOG_NAME, Order, PipeReporter, owner_ids
+from ..order import EXIT_PENDING, LOG_NAME, Order, PipeReporter, owner_ids
 from .output import DURATION, DURATION_OR_NEVER, SIZE, say, size, size_option
 
 _LAST_BREATH_S = 5.0  # a killed daemon's lock goes when the kernel has taken its memory back
@@ -189,10 +189,16 @@ def mount(
 @click.command()
 @click.argument("mountpoint")
 def auth(mountpoint: str) -> None:
-    """Hand the daemon of MOUNTPOINT the AWS_* variables of this shell."""
+    """Hand the daemon of MOUNTPOINT the AWS_* variables of this shell.
+
+    Exit status 3: it has them, and the remote does not answer to them.
+    """
     place = locate(os.path.expanduser(mountpoint))
-    if not _hand_over(place):
+    answer = _hand_over(place)
+    if answer is None:
         raise MountError("this shell has no AWS_* variables to hand over")
+    if answer.get("refusal"):
+        sys.exit(EXIT_PENDING)
 
 
 @click.command(hidden=True)
@@ -274,12 +280,16 @@ def _option(name: str, value: Any) -> str:
     return f"--{option} {value:g}s" if isinstance(value, float) else f"--{option} {value}"
 
 
-def _hand_over(place: Place) -> bool:
+def _hand_over(place: Place) -> dict[str, Any] | None:
+    """What the daemon answers; None when there is nothing to hand over."""
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    if env:
-        names = ask(place.store, "credentials", env=env)["names"]
-        say(f"handed over {', '.join(names)}")
-    return bool(env)
+    if not env:
+        return None
+    answer: dict[str, Any] = ask(place.store, "credentials", env=env)
+    say(f"handed over {', '.join(answer['names'])}")
+    if answer.get("refusal"):
+        say(f"warning: {answer['refusal']}", err=True)
+    return answer
 
 
 def _examine(store: Path, force: bool) -> None:

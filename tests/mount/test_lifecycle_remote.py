@@ -179,7 +179,7 @@ def test_credentials_are_asked_for_and_handed_over(far: Site, bucket: Bucket) ->
     assert done.status == 1 and len(done.err.splitlines()) == 1, done.said
     assert not is_mounted(far.mountpoint)
     far.mount("--remote", f"{bucket.url}/run")
-    assert far.run("auth", str(far.mountpoint), AWS_SECRET_ACCESS_KEY="wrong").status == 0
+    assert far.run("auth", str(far.mountpoint), AWS_SECRET_ACCESS_KEY="wrong").status == 3
     (far.mountpoint / "file").write_bytes(b"1" * 100)
     until(lambda: bool(far.status()["last_error"]), "an error", 60)
     assert not far.status()["safe"]

@@ -105,7 +105,7 @@ def test_credentials_show_nowhere(secretive: Site, bucket: Bucket) -> None:
     until(lambda: bool(children(daemon)), "a background process")
     shown = {pid: what_ps_shows(pid) for pid in (daemon, *children(daemon))}
     wrong = secretive.run("auth", str(secretive.mountpoint), AWS_SECRET_ACCESS_KEY=SECRET, AWS_SESSION_TOKEN=TOKEN)
-    assert wrong.status == 0 and SECRET not in wrong.said and TOKEN not in wrong.said
+    assert wrong.status == 3 and SECRET not in wrong.said and TOKEN not in wrong.said
     (secretive.mountpoint / "more").write_bytes(b"more")
     secretive.run("wait", str(secretive.mountpoint), "--timeout", "2")
     assert secretive.run("auth", str(secretive.mountpoint), AWS_SESSION_TOKEN="").status == 0

@@ -333,7 +333,8 @@ def test_wrong_credentials_heal_with_right_ones(machines: Machines) -> None:
     """After keys expire, saves go on; `ckptfs auth` from a shell with good ones gets everything uploaded at once."""
     site = machines.site("a", tuning={**TINY, "retry_most_s": 600.0, "retry_first_s": 0.1})
     top = machines.mount(site)
-    assert site.run("auth", str(top), AWS_SECRET_ACCESS_KEY="expired").status == 0
+    done = site.run("auth", str(top), AWS_SECRET_ACCESS_KEY="expired")
+    assert done.status == 3 and "refuses these credentials" in done.err, done.said
     save(top, 1)
     until(lambda: site.log().count("publishing waits") == 5, "pauses of seconds", 60)
     assert "refuses these credentials" in (last_error(site) or "")
