@@ -157,7 +157,7 @@ class Engine:
         """Whether everything under *path* reached *target* in time. Raises NameMissing, InvalidArgument.
 
         Waiting for more than sealed publishes at once, and raises RemoteUnusable when what answers is not the remote
-        that the store is bound to, RemoteError when the remote lost bytes that are not here either.
+        that the store is bound to, RemoteError when all is replicated but what the remote lost and is not here either.
         """
         ino = await self._resolve(path)
         wanted = STATES.index(target)
@@ -176,7 +176,7 @@ class Engine:
                     await replica.demand_right()
                 if reached:
                     return True
-                if replica and state == "sealed":
+                if replica and state == "sealed" and not self._totals.pending_under(ino, limit=1):
                     await replica.demand_mendable(self._totals.manifests_under(ino))
                 self.sealer.hurry()
                 # Once, and again only when nothing is on its way: others' checkpoints are cut along, whole or not.

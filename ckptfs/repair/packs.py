@@ -69,7 +69,7 @@ async def examine(name: ObjectId, data: bytes | None, known: tuple[PackedChunk, 
         elif await trio.to_thread.run_sync(damaged, data, [chunk], bases):
             bad.add(number)
     if bad:
-        why = f"{len(bad)} of its {len(chunks or ())} chunks are damaged"
+        why = f"{len(bad)} of its {len(chunks or ())} chunks {'is' if len(bad) == 1 else 'are'} damaged"
     return Examined(chunks, frozenset(bad), frozenset(baseless), why)
 
 

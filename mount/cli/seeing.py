@@ -204,7 +204,9 @@ def _damage(mountpoint: str, damaged: list[dict[str, Any]]) -> list[str]:
     if not damaged:
         return []
     lines = ["On the remote, readers did not find what should be there:"]
-    lines += [f"  {each['object']}: {_in_a_line(each['why'])}" for each in damaged[:_SETS_SHOWN]]
+    for each in damaged[:_SETS_SHOWN]:
+        why = _in_a_line(each["why"])
+        lines.append(f"  {why}" if each["object"] in why else f"  {each['object']}: {why}")
     if len(damaged) > _SETS_SHOWN:
         lines.append(f"  and {len(damaged) - _SETS_SHOWN} more")
     lines.append(f"  `ckptfs scrub --remote {mountpoint}` says which files need it, and mends what can be.")
