@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _GATHER_S = 0.05
 """How long files that are to be deleted wait for more of them."""
+_LEAST_REST = 0.2
+"""Between two rounds that nobody asked for, as a share of their period: the disk has others to serve."""
 
 
 @dataclass
@@ -138,8 +140,9 @@ class GroupSync:
             if trio.current_time() >= due:  # however often somebody asks for something else
                 self._wanted, self._hurry = trio.Event(), trio.Event()
                 self._next.images.update(self._dirty)
-                await self._serve()
-                due = trio.current_time() + every_s
+                began = trio.current_time()
+                await self._serve()  # a slow disk's rounds come as often: what waits for the next one waits long enough
+                due = max(began + every_s, trio.current_time() + _LEAST_REST * every_s)
 
     async def flush(self) -> None:
         """Rounds over everything dirty, for a clean stop. Use when `run` is not running."""

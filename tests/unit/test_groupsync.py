@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import trio
+from trio.testing import MockClock
 
 from ckptfs.local.catalog.catalog import Catalog
 from ckptfs.local.groupsync import GroupSync
@@ -47,3 +50,27 @@ def test_what_nobody_asks_for_is_flushed_beside_a_program_that_syncs_all_the_tim
         catalog.close()
 
     trio.run(main)
+
+
+def test_rounds_that_nobody_asks_for_come_as_often_on_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was closed while one of them ran waits for no more than a period and the next round."""
+    began: list[float] = []
+
+    async def main() -> None:
+        catalog = Catalog(tmp_path / "catalog.db")
+        sync = GroupSync(catalog, Images(tmp_path / "images"))
+
+        async def serve() -> None:
+            began.append(trio.current_time())
+            await trio.sleep(2.0 if len(began) < 4 else 10.0)
+
+        monkeypatch.setattr(sync, "_serve", serve)
+        with trio.move_on_after(40):
+            await sync.run(3.0)
+        catalog.close()
+
+    clock = MockClock(autojump_threshold=0)
+    trio.run(main, clock=clock)
+    assert [round(after - before, 1) for before, after in pairwise(began)] == [3.0, 3.0, 3.0, 10.6, 10.6]
