@@ -88,10 +88,14 @@ class ImageScrub:
     def _expected(self, file: StockFile, image: ImageId, content: Content) -> list[Placed]:
         chunks = zip(content.chunks, content.offsets(), strict=True)
         every = [Placed(chunk.id, at, chunk.length) for chunk, at in chunks]
-        if file.whole:
-            return every
+        return every if file.whole else self._here(image, every)
+
+    def _here(self, image: ImageId, chunks: Sequence[Placed]) -> list[Placed]:
+        """Those of *chunks* that the image should have, now: it may have given up others."""
+        if self._store.contents.image_is_whole(image):
+            return list(chunks)
         here = set(self._store.contents.locations_in(image))
-        return [each for each in every if (each.offset, each.length) in here]
+        return [each for each in chunks if (each.offset, each.length) in here]
 
     async def _hash(self, file: StockFile, image: ImageId, chunks: Sequence[Placed]) -> list[Placed]:
         """Those of *chunks* whose bytes are others, twice."""
@@ -112,7 +116,7 @@ class ImageScrub:
             self._report.bytes += size
             self._pace.did(size)
             start = end
-        return bad if self._is_still(file) else []
+        return self._here(image, bad) if self._is_still(file) else []
 
     def _hash_blocking(self, image: ImageId, chunks: Sequence[Placed]) -> list[Placed]:
         try:
@@ -201,7 +205,7 @@ class ImageScrub:
         for attempt in range(_TRIES):
             if attempt:
                 await trio.sleep(_TRY_AGAIN_S)
-            if not self._is_still(file):
+            if not self._is_still(file) or not self._here(image, [chunk]):
                 return True
             if self._is_free(file, image):
                 break

@@ -41,6 +41,7 @@ from ckptfs.replica.admission import admit, bind, bound_to, recognise
 from ckptfs.replica.bases import Bases
 from ckptfs.replica.cuttrees import BuiltTrees, CutTrees, PackLost, files_in_order
 from ckptfs.replica.indexes import IndexLearner
+from ckptfs.replica.markers import Markers
 from ckptfs.replica.puts import Puts
 from ckptfs.replica.trees import Trees
 from ckptfs.replica.upload import DamagedContent, UploadCounters, Uploader
@@ -133,6 +134,7 @@ class Publisher:
             acknowledged=self._saw_pack,
             background=background,
         )
+        self._markers = Markers(cuts, store.contents, store.images)
         self._indexes = IndexLearner(store.catalog, packs, remote)
         self._putting = trio.CapacityLimiter(tuning.upload_threads)
         self._trees = CutTrees(
@@ -318,7 +320,7 @@ class Publisher:
 
     def _leaves_out(self, cut: CutRow, directory: Inode) -> bool:
         """Whether *directory* was rotated away before it was sent, and need not be sent any more."""
-        gone = self._cuts.leave_out_removed(cut.id, directory)
+        gone = self._cuts.leave_out_removed(cut.id, directory, self._markers.may_name)
         if gone is None:
             return False
         self.released(gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -122,3 +123,18 @@ def test_never_by_default(tmp_path: Path) -> None:
             save(site, step)
         time.sleep(4)
         assert image_bytes(site) >= 3 * (FROZEN + HEAD)
+
+
+def test_a_scrub_meanwhile_finds_nothing_wrong(tmp_path: Path) -> None:
+    """What a file gave up after the scrub had begun is not missed."""
+    count = 8
+    with Site(tmp_path) as site:
+        site.mount("--reclaim-after", "8s")
+        for step in range(count):
+            save(site, step)
+        assert site.run("wait", str(site.mountpoint), "--for", "sealed").status == 0
+        done = site.run("scrub", str(site.mountpoint), "--rate", "2M", "--json")
+        assert done.status == 0 and json.loads(done.out)["findings"] == [], done.said
+        assert image_bytes(site) < count * (FROZEN + HEAD) // 2, "nothing was given up meanwhile"
+        assert all(is_right(site, step) for step in range(count))
+        site.umount()

@@ -6,13 +6,16 @@ import os
 import random
 import shutil
 import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
 from ckptfs.encoding.head import open_head
+from ckptfs.ids import ROOT_INODE
 from ckptfs.remote.directory import DirectoryStore
+from ckptfs.replica import markers
 from tests.support.faulty import FaultyStore, unavailable
 from tests.support.publishing import CALLER, Machine, machine, restore, run, tuned
 
@@ -96,6 +99,13 @@ def begin_cut(here: Machine) -> None:
     here.cuts.begin(cut.id)
 
 
+async def remove(here: Machine, directory: str) -> None:
+    """With the files in it."""
+    for name, _ in await here.fs.entries(await here.walk(directory)):
+        await here.unlink(f"{directory}/{os.fsdecode(name)}")
+    await here.rmdir(directory)
+
+
 def test_what_was_rotated_away_is_not_sent(tmp_path: Path) -> None:
     """A checkpoint that is removed after the cut and before it was sent is not sent and not published; the rest is."""
     remote = DirectoryStore(str(tmp_path / "remote"))
@@ -146,6 +156,85 @@ def test_what_a_marker_names_is_sent_though_it_was_rotated_away(tmp_path: Path, 
             assert found["latest"] == b"%d" % marked
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "marker", "text", "is_named"),
+    [
+        ("step-1", "latest", b"step-1\n", True),
+        ("step-1", "best.json", b'{"best_model_checkpoint": "/data/out/step-1"}', True),
+        ("step-1", "meta/latest", b"step-1", True),
+        ("step-1", "step-9/trainer_state.json", b'{"best": "step-1", "step": 9}', True),
+        ("iter_0000100", "latest_checkpointed_iteration.txt", b" 100\n", True),
+        ("schritt-ü", "latest.json", b'{"latest": "schritt-\\u00fc"}', True),
+        ("step-1", "latest", b"step-10", False),
+        ("iter_0000100", "config.json", b'{"width": 100}', False),
+        ("step-1", "step-1/self", b"step-1", False),
+    ],
+)
+def test_what_a_marker_anywhere_names_is_sent(
+    tmp_path: Path, name: str, marker: str, text: bytes, is_named: bool
+) -> None:
+    """Though other directories came in between, whose marker it could be, too."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote, tuned(settle_s=30)) as here:
+            await here.mkdir(name)
+            await here.write(f"{name}/weights", b"1" * 20_000)
+            for other in ("eval", "meta", "step-9"):
+                await here.mkdir(other)
+            await here.write(marker, text)
+            begin_cut(here)
+            await remove(here, name)
+            await here.publisher.drained()
+            found = restore(tmp_path / "remote", tmp_path / "out")
+            assert (f"{name}/weights" in found) == is_named and "eval" in found
+
+    run(test)
+
+
+def test_what_a_link_names_is_sent(tmp_path: Path) -> None:
+    """Also an older one, that was made to lead to the best."""
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def test() -> None:
+        async with machine(tmp_path / "store", remote, tuned(settle_s=30)) as here:
+            for step in (1, 2, 3):
+                await here.mkdir(f"step-{step}")
+                await here.write(f"step-{step}/weights", b"%d" % step * 20_000)
+            await here.fs.symlink(ROOT_INODE, b"best", b"step-2", CALLER)
+            begin_cut(here)
+            for step in (1, 2):
+                await remove(here, f"step-{step}")
+            await here.publisher.drained()
+            found = restore(tmp_path / "remote", tmp_path / "out")
+            assert {path for path in found if path.endswith("weights")} == {"step-2/weights", "step-3/weights"}
+
+    run(test)
+
+
+def test_too_many_small_files_to_look_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left out then."""
+    monkeypatch.setattr(markers, "_MOST_FILES", 3)
+    remote = DirectoryStore(str(tmp_path / "remote"))
+
+    async def test(files: int) -> None:
+        async with machine(tmp_path / f"store-{files}", remote, tuned(settle_s=30)) as here:
+            await here.mkdir(f"step-{files}")
+            await here.write(f"step-{files}/weights", b"1" * 20_000)
+            await here.mkdir(f"other-{files}")
+            for number in range(files - 1):  # and the weights
+                await here.write(f"other-{files}/{number}", b"%d" % number)
+            begin_cut(here)
+            await remove(here, f"step-{files}")
+            await here.publisher.drained()
+
+    run(partial(test, 3))
+    run(partial(test, 4))
+    assert {path for path in restore(tmp_path / "remote", tmp_path / "out") if "step" in path} == {
+        "step-4", "step-4/weights"
+    }  # fmt: skip
 
 
 def test_restart_goes_on(tmp_path: Path) -> None:

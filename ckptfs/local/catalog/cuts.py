@@ -11,7 +11,7 @@ All functions run on the event loop's thread and join the caller's transaction.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -265,6 +265,19 @@ class Cuts:
             )
         ]
 
+    def small(
+        self, cut: int, most_bytes: int, *, limit: int
+    ) -> Iterator[tuple[Inode, ImageId | None, bytes | None]]:
+        """(directory, image, target) of links, and of files of at most *most_bytes* that *cut* publishes; the first
+        *limit* of them."""
+        return iter(
+            self._db.execute(
+                "SELECT dir, image, target FROM cut_entry WHERE cut = ? AND kept = 0 AND (target IS NOT NULL"
+                " OR (image IS NOT NULL AND size > 0 AND size <= ?)) LIMIT ?",
+                (cut, most_bytes, limit),
+            )
+        )
+
     def image_of(self, manifest: int) -> ImageId | None:
         """An image that a cut still pins for *manifest*; another one after a rescue."""
         row = self._db.execute(
@@ -305,42 +318,53 @@ class Cuts:
             )
             db.execute("UPDATE cut_entry SET kept = 1, image = NULL WHERE image = ? AND manifest IS NULL", (image,))
 
-    def leave_out_removed(self, cut: int, directory: Inode) -> Unneeded | None:
+    def leave_out_removed(
+        self, cut: int, directory: Inode, may_name: Callable[[int, bytes, Collection[Inode]], bool]
+    ) -> Unneeded | None:
         """Take *directory* out of *cut* when it was removed here since and nobody ever saw it; None when it stays.
 
         Its bytes need not be sent then. Only a directory whose parent was published before, or lies in the root, goes:
         a part of what is new as a whole must not be missing from it while the rest is still being removed. And only
-        one that no marker of the cut can name: no file or link beside or above it changed after it got its name and
-        before the next directory beside it did.
+        one that no marker of the cut can name: *may_name*, asked with the cut, its name and the directories below it,
+        says so, and no file or link beside or above it changed after it got its name and before the next directory
+        beside it did.
         """
         with self._catalog.transaction() as db:
             row = db.execute(
-                "SELECT e.dir, e.stamp FROM cut_dir d"
+                "SELECT e.dir, e.stamp, e.name FROM cut_dir d"
                 " JOIN cut_entry e ON e.cut = d.cut AND e.ino = d.dir"
                 " JOIN cut_dir parent ON parent.cut = d.cut AND parent.dir = e.dir"
                 " WHERE d.cut = ?1 AND d.dir = ?2 AND d.tree IS NULL AND (e.dir = ?3 OR parent.tree IS NOT NULL)"
                 " AND NOT EXISTS (SELECT 1 FROM dirent WHERE ino = ?2)",
                 (cut, directory, ROOT_INODE),
             ).fetchone()
-            if row is None or self._may_be_named(cut, *row):
+            if row is None or self._may_be_named(cut, *row[:2]):
+                return None
+            below = self._below(cut, directory)
+            if may_name(cut, row[2], below):
                 return None
             gone = Unneeded()
-            below = [directory]
-            while below:
-                each = below.pop()
-                for ino, image, manifest in db.execute(
-                    "SELECT ino, image, manifest FROM cut_entry WHERE cut = ? AND dir = ?", (cut, each)
-                ).fetchall():
+            for each in below:
+                for image, manifest in db.execute(
+                    "SELECT image, manifest FROM cut_entry WHERE cut = ? AND dir = ?", (cut, each)
+                ):
                     if image is not None:
                         gone.images.add(ImageId(image))
                     if manifest is not None:
                         gone.manifests.add(manifest)
-                    elif ino is not None:
-                        below.append(Inode(ino))
                 db.execute("DELETE FROM cut_entry WHERE cut = ? AND dir = ?", (cut, each))
                 db.execute("DELETE FROM cut_dir WHERE cut = ? AND dir = ?", (cut, each))
             db.execute("DELETE FROM cut_entry WHERE cut = ? AND ino = ?", (cut, directory))
             return gone
+
+    def _below(self, cut: int, directory: Inode) -> set[Inode]:
+        """*directory* and every directory below it in *cut*."""
+        rows = self._db.execute(
+            "WITH RECURSIVE below (ino) AS (VALUES (?2) UNION SELECT c.ino FROM below JOIN cut_entry c"
+            f" ON c.cut = ?1 AND c.dir = below.ino WHERE c.ino IS NOT NULL AND c.{IS_DIRECTORY}) SELECT ino FROM below",
+            (cut, directory),
+        )
+        return {Inode(row[0]) for row in rows}
 
     def _may_be_named(self, cut: int, parent: Inode, stamp: Stamp) -> bool:
         """Whether something that the cut has may say that the directory named in *parent* at *stamp* is the newest."""
