@@ -32,7 +32,6 @@ from ckptfs.repair.healing import heal
 from ckptfs.repair.pace import Scrubbing
 from ckptfs.repair.scrub import Scrub, ScrubOptions
 from ckptfs.replica.bound import BoundStore
-from ckptfs.replica.doubts import Doubts
 from ckptfs.replica.hydrate import Hydrator
 from ckptfs.replica.publish import Progress
 from ckptfs.replica.recording import Recorder
@@ -138,7 +137,7 @@ class Engine:
                 if self.replica and self._siblings:
                     await nursery.start(self.replica.run)
                     nursery.start_soon(steadily, self._siblings.run)
-                    nursery.start_soon(steadily, self._heal, self.replica.doubts)
+                    nursery.start_soon(steadily, self._heal, self.replica)
                 else:
                     await nursery.start(steadily_started, self._hydrator.run)
                     nursery.start_soon(steadily, self._recorder.run)
@@ -341,7 +340,7 @@ class Engine:
         if self.replica is None or self._totals.pending_under(ino, limit=1) or self._totals.removals_under(ino):
             return "sealed"
         manifests = self._totals.manifests_under(ino)
-        if await self.replica.missed(manifests):
+        if await self.replica.is_missed(manifests):
             return "sealed"
         return "verified" if await self.replica.is_verified(manifests) else "replicated"
 
@@ -411,12 +410,18 @@ class Engine:
 
     # Within
 
-    async def _heal(self, doubts: Doubts) -> None:
-        async def mend(pack: ObjectId) -> None:
-            work = Scrub(self._store, self.filesystem, self.replica, self._remote, ScrubOptions(), Scrubbing())
-            await work.mend_pack(pack)
+    async def _heal(self, replica: Replica) -> None:
+        async def mend(found: ObjectId | int) -> None:
+            if isinstance(found, int):
+                await self._learn_manifest(found)
+                return
+            work = Scrub(self._store, self.filesystem, replica, self._remote, ScrubOptions(), Scrubbing())
+            await work.mend_pack(found)
 
-        await heal(doubts, mend, self._store.settings.tuned.retry_most_s)
+        def doubted() -> list[ObjectId | int]:
+            return [*replica.doubts.doubted(), *replica.doubts.manifests()]
+
+        await heal(doubted, mend, self._store.settings.tuned.retry_most_s)
 
     async def _resolve(self, path: bytes) -> Inode:
         ino = ROOT_INODE

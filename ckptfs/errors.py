@@ -96,6 +96,12 @@ class ContentUnavailable(FileSystemError):
     """The bytes exist but cannot be had now: the remote is down or damaged, or a flush of the image failed."""
 
 
+    @property
+    def is_damage(self) -> bool:
+        """Whether the remote answers, and has not what it should: that says nothing of other bytes."""
+        return isinstance(self.__cause__, FormatError | ObjectMissing)
+
+
 class StoreError(CkptfsError):
     """The local store cannot be used."""
 

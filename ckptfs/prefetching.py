@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import trio
 
-from ckptfs.errors import CkptfsError, ContentUnavailable, FormatError, ObjectMissing, StoreFull
+from ckptfs.errors import CkptfsError, ContentUnavailable, StoreFull
 from ckptfs.filesystem import FileSystem
 from ckptfs.ids import Inode
 from ckptfs.local.room import Room
@@ -97,8 +97,8 @@ async def _check_room(filesystem: FileSystem, files: Sequence[Inode], room: Room
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether it says nothing of other files: the remote answers, and has not what it should."""
-    return isinstance(error, ContentUnavailable) and isinstance(error.__cause__, FormatError | ObjectMissing)
+    """Whether it says nothing of other files."""
+    return isinstance(error, ContentUnavailable) and error.is_damage
 
 
 def _explained(failures: Mapping[Inode, Exception], filesystem: FileSystem, progress: Fetching) -> Exception:

@@ -153,7 +153,7 @@ class ChunkFetcher:
         """A request takes twice *read_timeout_s* (its repetitions, then one more) and what its bytes take at most."""
         self._contents = contents
         self._packs = packs
-        self.doubts = Doubts(packs)
+        self.doubts = Doubts(packs, contents)
         self._read_timeout_s = read_timeout_s
         self._images = images
         self._manifests = manifests

@@ -106,10 +106,13 @@ class Hydrator:
     async def content(self, manifest_row: int) -> Content:
         """What a sealed file version consists of. Raises ContentUnavailable."""
         try:
-            return await self._manifests.content(manifest_row)
+            content = await self._manifests.content(manifest_row)
         except ContentUnavailable as error:
             self._failing(error)
+            self.fetcher.doubts.missed_manifest(manifest_row, error)
             raise
+        self.fetcher.doubts.found_manifest(manifest_row)
+        return content
 
     async def learn_places(self, manifest_row: int) -> None:
         """Look up where the remote has a published file version, once more. Raises ContentUnavailable."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from stat import S_ISDIR
 from typing import Protocol
@@ -285,22 +285,18 @@ class Replica:
         chunks = await self._chunks_here(manifests)
         return chunks is not None and not self.packs.unverified_of(chunks)
 
-    async def missed(self, manifests: Iterable[int]) -> set[ChunkId]:
-        """Chunks of *manifests* that a reader did not find on the remote. Never waits for it.
+    async def is_missed(self, manifests: Collection[int]) -> bool:
+        """Whether a reader did not find one of *manifests*, or a chunk of them, on the remote. Never waits for it."""
+        return not set(manifests).isdisjoint(self.doubts.manifests()) or bool(await self._missed_chunks(manifests))
 
-        Of a manifest that was not fetched yet nobody read any.
-        """
-        if not self.packs.doubted():
-            return set()
-        return self.packs.doubtful(await self._known_chunks(manifests))
-
-    async def demand_mendable(self, manifests: Iterable[int]) -> None:
-        """Raises RemoteError when a chunk of *manifests* was missed on the remote and is not on this disk either."""
-        missed = await self.missed(manifests)
-        if missed - self._store.contents.located(missed, besides=None):
+    async def demand_mendable(self, manifests: Collection[int]) -> None:
+        """Raises RemoteError when something of *manifests* was missed on the remote and is not on this disk either."""
+        missed = await self._missed_chunks(manifests)
+        here = self._store.contents.located(missed, besides=None)
+        if missed - here or not set(manifests).isdisjoint(self.doubts.manifests()):
             raise RemoteError(
                 f"{self.url}: some of its bytes are not on the remote any more, and not on this disk: `ckptfs status` "
-                "names the packs, and `ckptfs scrub --remote` on a machine that has the bytes mends them"
+                "names the objects, and `ckptfs scrub --remote` on a machine that has the bytes mends them"
             )
 
     def progress(self) -> Progress:
@@ -351,13 +347,13 @@ class Replica:
 
     @property
     def damaged(self) -> list[dict[str, object]]:
-        """Packs on the remote in which readers missed something; see `Doubts.told`."""
+        """What on the remote readers missed; see `Doubts.told`."""
         return self.doubts.told()
 
     async def newest_safe_set(self) -> dict[str, object] | None:
         """The newest directory with files that is not an incomplete set, and of which everything is replicated and
         nothing damaged, as far as is known. Never waits for the remote."""
-        is_damaged = bool(self.packs.doubted())
+        is_damaged = bool(self.packs.doubted() or self.doubts.manifests())
         for ino, mtime_ns in self._safe_sets():
             if is_damaged:
                 chunks = await self._chunks_here(self._totals.manifests_under(ino))
@@ -412,13 +408,14 @@ class Replica:
         except ContentUnavailable:
             return None
 
-    async def _known_chunks(self, manifests: Iterable[int]) -> list[ChunkId]:
-        """The same of those manifests that were fetched and can be read."""
-        found: dict[ChunkId, None] = {}
-        for manifest in filter(self._is_here, manifests):
-            with suppress(ContentUnavailable):
-                found.update(dict.fromkeys(await self._chunks([manifest])))
-        return list(found)
+    async def _missed_chunks(self, manifests: Iterable[int]) -> set[ChunkId]:
+        """Those that a reader did not find; of a manifest that was not fetched yet nobody read any."""
+        found: set[ChunkId] = set()
+        if self.packs.doubted():
+            for manifest in filter(self._is_here, manifests):
+                with suppress(ContentUnavailable):
+                    found |= self.packs.doubtful(await self._chunks([manifest]))
+        return found
 
     def _is_here(self, manifest: int) -> bool:
         if not self._store.contents.has_manifest(manifest):  # removed meanwhile

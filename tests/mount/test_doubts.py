@@ -70,6 +70,14 @@ def fails_to_read(path: Path) -> None:
     assert raised.value.errno == errno.EIO
 
 
+def heals_every(site: Site, seconds: float) -> None:
+    """From the next mount on, packs in doubt are looked at so long after they were missed."""
+    path = site.store / "settings.json"
+    settings = json.loads(path.read_text())
+    settings["tuning"]["retry_most_s"] = seconds
+    path.write_text(json.dumps(settings))
+
+
 def state(path: Path) -> str:
     return os.getxattr(path, "user.ckptfs.state").decode()
 
@@ -84,6 +92,7 @@ def test_what_is_here_and_not_in_its_pack_any_more(pair: Pair, tmp_path: Path) -
     pair.save(kept=kept, lost=lost)
     (pack,) = objects(pair.remote, "packs")
     body, top = pack.read_bytes(), pair.far.mountpoint / "run"
+    heals_every(pair.far, 3600)
     pair.far.mount("--remote", pair.url, *FAST)
     assert (top / "kept").read_bytes() == kept
     pack.unlink()
@@ -102,6 +111,7 @@ def test_what_is_here_and_not_in_its_pack_any_more(pair: Pair, tmp_path: Path) -
     assert waited.status == 1 and "scrub --remote" in waited.err, waited.said
     assert pair.far.run("wait", str(top / "kept"), "--timeout", "10ms").status == 3
     assert "scrub --remote" in pair.far.umount(status=3).out
+    heals_every(pair.far, 10)
     pair.far.mount()
     assert not pair.far.status()["safe"], "it was forgotten"
     assert pair.far.run("wait", str(top / "kept"), "--timeout", "60s").status == 0
@@ -297,6 +307,7 @@ def test_what_is_damaged_keeps_nothing_else_from_being_fetched(pair: Pair) -> No
     pair.save(**saved)
     (pack,) = (each for each in objects(pair.remote, "packs") if saved["b"][:100] in each.read_bytes())
     flip(pack, pack.read_bytes().find(saved["b"][:100]) + 10)
+    heals_every(pair.far, 3600)
     pair.far.mount("--remote", pair.url, *FAST)
     done = pair.far.run("prefetch", str(pair.far.mountpoint))
     assert done.status == 1 and "/run/b: " in done.err and "scrub --remote" in done.err, done.said
@@ -306,6 +317,40 @@ def test_what_is_damaged_keeps_nothing_else_from_being_fetched(pair: Pair) -> No
         assert (pair.far.mountpoint / "run" / name).read_bytes() == saved[name]
     pair.remote.with_name("away").rename(pair.remote)
     pair.far.umount(status=3)
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_a_manifest_that_cannot_be_read(pair: Pair, damage: str) -> None:
+    """Its file is not called replicated by who noticed; that is over, unaided, when the object is back."""
+    pair.save(**{name: os.urandom(10 * SIZE) for name in "ab"})
+    path = objects(pair.remote, "manifests")[0]
+    body = path.read_bytes()
+    pair.far.mount("--remote", pair.url, *FAST)
+    top = pair.far.mountpoint / "run"
+    if damage == "remove":
+        path.unlink()
+    else:
+        flip(path, len(body) // 2)
+    good, bad = (top / "b", top / "a") if can_be_read(top / "b") else (top / "a", top / "b")
+    assert can_be_read(good) and not can_be_read(bad)
+    status = pair.far.status()
+    assert [each["object"] for each in status["damaged"]] == [str(path.relative_to(pair.remote))]
+    assert status["newest_safe_set"] is None and status["safe"], "nothing of it is on this machine"
+    assert (state(good), state(bad), state(top)) == ("replicated", "sealed", "sealed")
+    waited = pair.far.run("wait", str(bad), "--timeout", "30s")
+    assert waited.status == 1 and "scrub --remote" in waited.err, waited.said
+    path.write_bytes(body)
+    until(lambda: damaged(pair.far) == [], "it to be looked at again")
+    assert state(top) == "replicated" and can_be_read(bad)
+    pair.far.umount()
+
+
+def can_be_read(path: Path) -> bool:
+    try:
+        return len(path.read_bytes()) > 0
+    except OSError as error:
+        assert error.errno == errno.EIO
+        return False
 
 
 def test_what_nobody_needs_is_not_missed(pair: Pair) -> None:
