@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import cast
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from ckptfs.ids import ChunkId, ObjectId, digest
 from ckptfs.repair.healing import heal
 from ckptfs.repair.pace import Pace, Scrubbing
 from ckptfs.repair.packs import examine, rebuild
-from ckptfs.replica.doubts import Doubts
 
 RANDOM = np.random.default_rng(3)
 RAW = {
@@ -144,10 +142,6 @@ def test_packs_in_doubt_are_looked_at_ever_more_rarely() -> None:
     looks: dict[bytes, list[float]] = {b"bad": [], b"fails": [], b"heals": []}
     left = [ObjectId(name) for name in looks]
 
-    class Doubted:
-        def doubted(self) -> list[ObjectId]:
-            return list(left)
-
     async def mend(name: ObjectId) -> None:
         looks[name].append(trio.current_time())
         if name == b"fails":
@@ -158,7 +152,7 @@ def test_packs_in_doubt_are_looked_at_ever_more_rarely() -> None:
     async def main() -> None:
         began = trio.current_time()
         with trio.move_on_after(20_000):
-            await heal(cast(Doubts, Doubted()), mend, 60.0)
+            await heal(lambda: list(left), mend, 60.0)
         for name in (b"bad", b"fails"):
             pauses = [after - before for before, after in pairwise([began, *looks[name]])]
             assert pauses == sorted(pauses) and 60 <= pauses[0] <= 120 and 3600 <= pauses[-1] <= 3630
