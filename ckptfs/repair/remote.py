@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,7 +24,7 @@ from ckptfs.encoding.manifest import decode_manifest
 from ckptfs.encoding.pack import PackedChunk
 from ckptfs.encoding.tree import TreeParts, decode_tree
 from ckptfs.errors import CkptfsError, FormatError, ObjectExists, ObjectMissing, RemoteError
-from ckptfs.ids import ROOT_INODE, ChunkId, Inode, ObjectId
+from ckptfs.ids import ROOT_INODE, ChunkId, Inode, ObjectId, Stamp
 from ckptfs.local.catalog.mending import Mending
 from ckptfs.local.catalog.packs import Packs
 from ckptfs.local.catalog.stock import Stock, StockFile, StockHead
@@ -90,6 +90,7 @@ class RemoteScrub:
         self._bring = bring
         self._packs = Packs(store.catalog)
         self._stock = Stock(store.catalog.db)
+        self._mending = Mending(store.catalog)
         self._looked_at: set[ObjectId] = set()
 
     async def packs_of(self, files: Iterable[StockFile]) -> list[ObjectId]:
@@ -179,7 +180,7 @@ class RemoteScrub:
         """Send what is here in other packs, and publish the files that need it anew; name those that stay lost."""
         if not users:  # whoever saves such bytes again sends them
             gone = [each.id for each in bad]
-            Mending(self._store.catalog).send_again(pack, gone, (), (), self._store.clock.tick(), is_doubted=False)
+            self._mending.send_again(pack, gone, (), (), self._store.clock.tick(), is_doubted=False)
             finding.state, finding.repair = REPAIRED, "no file needs what is damaged; it is not looked for any more"
             return
         lost = {each.id for each in bad if await self._copies.local(each.id, each.raw_length) is None}
@@ -206,7 +207,7 @@ class RemoteScrub:
         if whole and here:
             is_doubted = bool(lost or rest)
             tick = self._store.clock.tick()
-            Mending(self._store.catalog).send_again(pack, here, lost - held, whole, tick, is_doubted=is_doubted)
+            self._mending.send_again(pack, here, lost - held, whole, tick, is_doubted=is_doubted)
             for ino in whole:
                 self._republish(ino)
         else:
@@ -272,19 +273,26 @@ class RemoteScrub:
         for tree in self._stock.trees(top):
             if is_meant(tree.digest):
                 make = partial(trees.tree_objects, self._stock, contents, tree, most)
-                key = tree_key(tree.digest)
-                look = partial(self._look_at_object, key, tree.digest, tree.ino, "listed", make)
+                key, publish = tree_key(tree.digest), self._mending.publish_directory
+                look = partial(self._look_at_object, key, tree.digest, tree.ino, "listed", make, publish)
                 await self._unless_unreadable(key, look)
         for file in self._stock.files(top):
             if file.digest is not None and is_meant(file.digest):
                 make = partial(trees.manifest_object, contents, self._packs, file.manifest, file.digest)
-                key = manifest_key(file.digest)
-                look = partial(self._look_at_object, key, file.digest, file.ino, "read", make)
+                key, anew = manifest_key(file.digest), self._mending.publish_file if file.whole else None
+                look = partial(self._look_at_object, key, file.digest, file.ino, "read", make, anew)
                 await self._unless_unreadable(key, look)
 
     async def _look_at_object(
-        self, key: str, digest: ObjectId, ino: Inode | None, verb: str, make: Callable[[], dict[str, bytes] | None]
+        self,
+        key: str,
+        digest: ObjectId,
+        ino: Inode | None,
+        verb: str,
+        make: Callable[[], dict[str, bytes] | None],
+        anew: Callable[[Inode, Stamp], None] | None,
     ) -> None:
+        """See that the object is sound, or *make* it, or have what it is of published *anew* where it was another."""
         why = await self._why_unsound(key, digest)
         self._report.objects += 1
         if not why or not (why := await self._why_unsound(key, digest)):
@@ -292,19 +300,25 @@ class RemoteScrub:
         finding = self._found(key, why, f"machines that see it for the first time cannot have it {verb}",
                               self._paths([ino]))  # fmt: skip
         made = make()
-        if made is None:
+        if made is None and (anew is None or ino is None):
             finding.state = LOST
             finding.repair = "what it said cannot be told from the catalog any more; changing it publishes it anew"
-            return
-        if not self._repair:
+        elif not self._repair:
             finding.repair = "a scrub that repairs makes it anew from the catalog"
-            return
+        elif made is not None:
+            await self._put_made(made)
+            finding.state, finding.repair = REPAIRED, "it was made anew from the catalog and put again"
+        elif anew is not None and ino is not None:  # the atime of a file moved since, say
+            anew(ino, self._store.clock.tick())
+            self._republish(ino)
+            finding.state, finding.repair = REPAIRED, "what the catalog says now is published anew"
+
+    async def _put_made(self, made: Mapping[str, bytes]) -> None:
         for each, body in made.items():
             sealed = seal_object(body)
             there = await self._get(each)
             if there is None or not _opens(there, body):
                 await self._put(each, sealed, replace=there is not None)
-        finding.state, finding.repair = REPAIRED, "it was made anew from the catalog and put again"
 
     async def _why_unsound(self, key: str, digest: ObjectId) -> str:
         """What is wrong with an object or, of a split tree, one of its parts; "" when nothing is."""

@@ -40,14 +40,31 @@ class Mending:
             db.executemany("DELETE FROM packed WHERE chunk = ?", [(chunk,) for chunk in chunks])
             db.executemany("DELETE FROM packed WHERE base = ?", [(chunk,) for chunk in (*chunks, *lost)])
             for ino in files:
-                db.execute(
-                    "UPDATE manifest SET digest = NULL, remote_body = NULL"
-                    " WHERE id = (SELECT manifest FROM inode WHERE ino = ?)",
-                    (ino,),
-                )
-                self._names.state_changed(ino, stamp)
+                self.publish_file(ino, stamp)
+
+    def publish_file(self, ino: Inode, stamp: Stamp) -> None:
+        """The file, which is whole here, is published anew, with where its chunks lie now."""
+        with self._catalog.transaction() as db:
+            db.execute(
+                "UPDATE manifest SET digest = NULL, remote_body = NULL"
+                " WHERE id = (SELECT manifest FROM inode WHERE ino = ?)",
+                (ino,),
+            )
+            self._names.state_changed(ino, stamp)
+
+    def publish_directory(self, ino: Inode, stamp: Stamp) -> None:
+        """What the directory says now is published anew, though no name in it changed."""
+        with self._catalog.transaction() as db:
+            self._names.state_changed(ino, stamp)
+            db.execute("UPDATE inode SET dirty = ? WHERE ino = ?", (CHANGED, ino))
 
     # Names
+
+    def publish_anew(self, directory: Inode, stamp: Stamp) -> None:
+        """What *directory* says, as it is now, is published again, though nothing in it changed."""
+        with self._catalog.transaction() as db:
+            self._names.state_changed(directory, stamp)
+            db.execute("UPDATE inode SET dirty = ? WHERE ino = ?", (CHANGED, directory))
 
     def drop_name(self, parent: Inode, name: bytes, stamp: Stamp) -> None:
         """A name that leads nowhere, or lies nowhere, goes."""
