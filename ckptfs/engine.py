@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -267,6 +267,14 @@ class Engine:
         await self.replica.publish_now()
         left = {each.ino for each in self._totals.pending_under(ino) if self.filesystem.is_changing(each.ino)}
         return sorted(self._store.names.path(each) for each in left)
+
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Somebody waits for what is published in this block: it takes the processor, and no pause after failures."""
+        if self.replica:
+            self.replica.publisher.retry_now()
+        with self._background.urgent():
+            yield
 
     async def drain(self, deadline_s: float | None) -> bool:
         """Seal and publish what there is, now; whether nothing is pending when it returns."""

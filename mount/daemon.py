@@ -64,6 +64,9 @@ _QUIET_S = 10.0
 """After SIGTERM, how long nothing may be open for writing before we believe that the trainer has saved: it may first
 finish its step. Bounded by `stop_timeout_s`; `ckptfs umount` and a second signal do not wait for it."""
 
+_PUBLISHED_S = 5.0
+"""... and after how long what is there is published as it is, whole or not: until then by the usual rules."""
+
 _LOOK_EVERY_S = 0.2
 _WRITE_BACK_S = 5.0
 _REMOTE_CHECK = Limits(0.5, 4.0, attempts=4, deadline_s=30.0)  # then a remote counts as unreachable: somebody waits
@@ -238,17 +241,25 @@ class Daemon:
         self._end_loop()
 
     async def _serve_on(self) -> None:
-        """Return when nobody has written for a while and all is uploaded, or it is time."""
+        """Return when nobody has written for a while and all is uploaded, or it is time.
+
+        Checkpoints are published as ever, once they are whole; what is there when nobody writes any more, as it is.
+        """
         deadline = trio.current_time() + self._settings.stop_timeout_s
         quiet_s = min(_QUIET_S, self._settings.stop_timeout_s)
-        with trio.move_on_at(deadline):
+
+        def quiet_since_s() -> float:
+            return trio.current_time() - self._last_written
+
+        with trio.move_on_at(deadline), self._engine.hurried():
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._watch_writers)
                 while True:
                     await self._write_back()
-                    drained = await self._engine.drain(deadline - trio.current_time())
-                    if drained and trio.current_time() - self._last_written >= quiet_s:
-                        break
+                    if quiet_since_s() >= min(_PUBLISHED_S, quiet_s):
+                        drained = await self._engine.drain(deadline - trio.current_time())
+                        if drained and quiet_since_s() >= quiet_s:
+                            break
                     await trio.sleep(_LOOK_EVERY_S)
                 nursery.cancel_scope.cancel()
 
@@ -266,8 +277,8 @@ class Daemon:
         self._last_written = trio.current_time()
         task_status.started()
         while True:
-            if self._engine.writers_open():
-                self._last_written = trio.current_time()
+            idle_s = 0.0 if self._engine.writers_open() else self._engine.filesystem.unchanged_s
+            self._last_written = max(self._last_written, trio.current_time() - idle_s)
             await trio.sleep(_LOOK_EVERY_S)
 
     def _end_loop(self) -> None:

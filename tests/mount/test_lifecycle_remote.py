@@ -144,6 +144,27 @@ def test_sigterm_uploads_what_was_saved_after_it(far: Site, bucket: Bucket) -> N
     assert listed(far, url) == {"last": 100_000}
 
 
+def test_a_checkpoint_that_is_saved_after_sigterm_is_whole_or_not_there(far: Site, bucket: Bucket) -> None:
+    """The trainer got it, too, and takes its time: others see nothing of the checkpoint, and then all of it."""
+    url = f"{bucket.url}/run"
+    far.mount("--remote", url, "--settle", "100ms")
+    (far.mountpoint / "done").write_bytes(b"1")
+    assert ckptfs.wait(far.mountpoint, "replicated", 60)
+    pid, top = far.pid(), far.mountpoint / "step-10"
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: "serving on" in far.log(), "the daemon to take note")
+    top.mkdir()
+    for rank in range(4):
+        name = f"__{rank}_0.distcp"
+        (top / name).write_bytes(os.urandom(10_000))
+        time.sleep(0.5)
+        assert listed(far, url).keys() == {"done"}
+    (top / ".metadata").write_bytes(b"1")
+    until(lambda: not is_alive(pid), "the daemon to end", 40)
+    assert f"ended: everything is on {url}" in far.log()
+    assert len([name for name in listed(far, url) if name.startswith("step-10/")]) == 5
+
+
 def test_case_021_sigterm_without_a_network_says_what_is_not_safe(
     far: Site, network: FaultProxy, bucket: Bucket
 ) -> None:

@@ -170,6 +170,35 @@ def test_something_else_in_the_place_of_an_image(saved: Saved) -> None:
     saved.check()
 
 
+@pytest.mark.parametrize("mounted", [True, False], ids=["mounted", "store"])
+def test_trees_that_are_gone_after_files_were_read(saved: Saved, mounted: bool) -> None:
+    """Their atimes moved, so that the very trees cannot be made: what the directories hold is published anew."""
+    saved.site.mount("--settle", "100ms")
+    for name in saved.content:
+        path = saved.site.mountpoint / name
+        os.utime(path, ns=(1, path.stat().st_mtime_ns))
+    assert saved.site.run("wait", str(saved.site.mountpoint)).status == 0
+    for name in saved.content:
+        (saved.site.mountpoint / name).read_bytes()
+    time.sleep(1)  # atimes are noted a moment later
+    if not mounted:
+        saved.site.umount()
+    for path in objects(saved.remote, "trees"):
+        path.unlink()
+    report = saved.scrub("--remote", path=saved.site.mountpoint if mounted else None)
+    assert "published anew" in str(report["findings"])
+    assert {each["state"] for each in report["findings"]} == {"repaired"}
+    if not mounted:
+        saved.site.mount()
+    assert saved.site.run("wait", str(saved.site.mountpoint), "--timeout", "30s").status == 0
+    saved.site.umount()
+    assert saved.scrub("--remote")["findings"] == []
+    with Site(saved.remote.parent, name="fresh", tuning=TINY) as fresh:
+        fresh.mount("--remote", saved.url, "--read-only")
+        assert {name: (fresh.mountpoint / name).read_bytes() for name in saved.content} == saved.content
+        fresh.umount()
+
+
 def test_an_object_that_the_remote_does_not_give(saved: Saved) -> None:
     """Of each kind one cannot be read, for another reason than being gone: told, and all others are looked at."""
     away = saved.remote.with_name("away")
