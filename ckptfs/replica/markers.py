@@ -76,9 +76,11 @@ class Markers:
 
 
 def _naming(name: bytes) -> re.Pattern[bytes]:
-    """What a text that names *name* has: not as a part of a longer number, also as JSON writes it."""
+    """What a text that names *name* has: also as JSON writes it; not step-10 for step-1."""
     written = json.dumps(os.fsdecode(name))[1:-1].encode()
-    parts = [rb"(?<!\d)" + re.escape(each) + rb"(?!\d)" for each in {name, written}]
+    before = rb"(?<!\d)" if name[:1].isdigit() else b""
+    after = rb"(?!\d)" if name[-1:].isdigit() else b""
+    parts = [before + re.escape(each) + after for each in {name, written}]
     number = re.search(rb"(\d+)$", name)
     if number:
         parts.append(rb"\A\s*0*" + (number[1].lstrip(b"0") or b"0") + rb"\s*\Z")

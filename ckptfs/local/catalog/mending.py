@@ -60,12 +60,6 @@ class Mending:
 
     # Names
 
-    def publish_anew(self, directory: Inode, stamp: Stamp) -> None:
-        """What *directory* says, as it is now, is published again, though nothing in it changed."""
-        with self._catalog.transaction() as db:
-            self._names.state_changed(directory, stamp)
-            db.execute("UPDATE inode SET dirty = ? WHERE ino = ?", (CHANGED, directory))
-
     def drop_name(self, parent: Inode, name: bytes, stamp: Stamp) -> None:
         """A name that leads nowhere, or lies nowhere, goes."""
         with self._catalog.transaction() as db:
