@@ -176,7 +176,7 @@ class Engine:
                 if reached:
                     return True
                 if replica and state == "sealed" and not self._totals.pending_under(ino, limit=1):
-                    await replica.demand_mendable(self._totals.manifests_under(ino))
+                    await replica.demand_mendable(ino, self._totals.manifests_under(ino))
                 self.sealer.hurry()
                 # Once, and again only when nothing is on its way: others' checkpoints are cut along, whole or not.
                 if replica and state != "writing" and (first or replica.publisher.is_drained):
@@ -348,7 +348,7 @@ class Engine:
         if self.replica is None or self._totals.pending_under(ino, limit=1) or self._totals.removals_under(ino):
             return "sealed"
         manifests = self._totals.manifests_under(ino)
-        if await self.replica.is_missed(manifests):
+        if await self.replica.is_missed(ino, manifests):
             return "sealed"
         return "verified" if await self.replica.is_verified(manifests) else "replicated"
 
@@ -419,17 +419,15 @@ class Engine:
     # Within
 
     async def _heal(self, replica: Replica) -> None:
-        async def mend(found: ObjectId | int) -> None:
-            if isinstance(found, int):
-                await self._learn_manifest(found)
-                return
+        async def mend_pack(name: ObjectId) -> None:
             work = Scrub(self._store, self.filesystem, replica, self._remote, ScrubOptions(), Scrubbing())
-            await work.mend_pack(found)
+            await work.mend_pack(name)
 
-        def doubted() -> list[ObjectId | int]:
-            return [*replica.doubts.doubted(), *replica.doubts.manifests()]
-
-        await heal(doubted, mend, self._store.settings.tuned.retry_most_s)
+        async with trio.open_nursery() as nursery:
+            every_s = self._store.settings.tuned.retry_most_s
+            nursery.start_soon(heal, replica.doubts.doubted, mend_pack, every_s)
+            nursery.start_soon(heal, replica.doubts.manifests, self._learn_manifest, every_s)
+            nursery.start_soon(heal, replica.unlisted, replica.expand, every_s)
 
     async def _resolve(self, path: bytes) -> Inode:
         ino = ROOT_INODE

@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from ckptfs.background.caller import Background
-from ckptfs.errors import ContentUnavailable, RemoteError, RemoteUnusable
+from ckptfs.errors import ContentUnavailable, NameMissing, RemoteError, RemoteUnusable
 from ckptfs.ids import ChunkId, ImageId, Inode
 from ckptfs.local.catalog.cuts import Cuts, Unneeded
 from ckptfs.local.catalog.heads import Heads
@@ -84,6 +84,7 @@ class Replica:
         self._store = store
         self._remote = remote
         self._recognising = trio.CapacityLimiter(1)
+        self._unlisted: dict[Inode, str] = {}
         self._unanswered: str | None = None
         """Why the remote did not say which one it is when somebody asked last; None when it did."""
         self.files = files
@@ -190,7 +191,12 @@ class Replica:
     # What the file system asks (TreeSource)
 
     async def expand(self, directory: Inode) -> None:
-        await self.merger.expand(directory)
+        try:
+            await self.merger.expand(directory)
+        except ContentUnavailable as error:
+            if error.is_damage:
+                self._unlisted[directory] = str(error)
+            raise
 
     async def fresh(self, *, waiting: bool) -> None:
         await self.follower.fresh(waiting=waiting)
@@ -289,15 +295,27 @@ class Replica:
         chunks = await self._chunks_here(manifests)
         return chunks is not None and not self.packs.unverified_of(chunks)
 
-    async def is_missed(self, manifests: Collection[int]) -> bool:
-        """Whether a reader did not find one of *manifests*, or a chunk of them, on the remote. Never waits for it."""
-        return not set(manifests).isdisjoint(self.doubts.manifests()) or bool(await self._missed_chunks(manifests))
+    def unlisted(self) -> dict[Inode, str]:
+        """Directories that nobody could look into, since the remote has not what it should, and why."""
+        for directory in list(self._unlisted):
+            try:
+                is_unknown = not self._store.names.inode(directory).expanded
+            except NameMissing:
+                is_unknown = False
+            if not is_unknown:
+                del self._unlisted[directory]
+        return dict(self._unlisted)
 
-    async def demand_mendable(self, manifests: Collection[int]) -> None:
-        """Raises RemoteError when something of *manifests* was missed on the remote and is not on this disk either."""
+    async def is_missed(self, ino: Inode, manifests: Collection[int]) -> bool:
+        """Whether somebody did not find on the remote what is at or below *ino*: the tree of a directory, one of its
+        *manifests*, or a chunk of them. Never waits for it."""
+        return self._is_unread(ino, manifests) or bool(await self._missed_chunks(manifests))
+
+    async def demand_mendable(self, ino: Inode, manifests: Collection[int]) -> None:
+        """Raises RemoteError when what was missed on the remote of what is at or below *ino* is not on this disk."""
         missed = await self._missed_chunks(manifests)
-        here = self._store.contents.located(missed, besides=None)
-        if missed - here or not set(manifests).isdisjoint(self.doubts.manifests()):
+        lost = missed - self._store.contents.located(missed, besides=None)
+        if lost or self._is_unread(ino, manifests):
             raise RemoteError(
                 f"{self.url}: some of its bytes are not on the remote any more, and not on this disk: `ckptfs status` "
                 "names the objects, and `ckptfs scrub --remote` on a machine that has the bytes mends them"
@@ -352,13 +370,19 @@ class Replica:
     @property
     def damaged(self) -> list[dict[str, object]]:
         """What on the remote readers missed; see `Doubts.told`."""
-        return self.doubts.told()
+        trees = self.unlisted().items()
+        return self.doubts.told() + [
+            {"object": f"the tree of {self._text(ino)}", "why": why, "here": False} for ino, why in trees
+        ]
 
     async def newest_safe_set(self) -> dict[str, object] | None:
         """The newest directory with files that is not an incomplete set, and of which everything is replicated and
         nothing damaged, as far as is known. Never waits for the remote."""
         is_damaged = bool(self.packs.doubted() or self.doubts.manifests())
+        unlisted = self.unlisted().keys()
         for ino, mtime_ns in self._safe_sets():
+            if ino in unlisted:
+                continue
             if is_damaged:
                 chunks = await self._chunks_here(self._totals.manifests_under(ino))
                 if chunks is None or self.packs.doubtful(chunks):
@@ -411,6 +435,12 @@ class Replica:
             return await self._chunks(wanted)
         except ContentUnavailable:
             return None
+
+    def _is_unread(self, ino: Inode, manifests: Collection[int]) -> bool:
+        """Whether the tree of a directory at or below *ino*, or one of *manifests*, could not be had."""
+        if any(ino in (each, *self._store.names.ancestors(each)) for each in self.unlisted()):
+            return True
+        return not set(manifests).isdisjoint(self.doubts.manifests())
 
     async def _missed_chunks(self, manifests: Iterable[int]) -> set[ChunkId]:
         """Those that a reader did not find; of a manifest that was not fetched yet nobody read any."""

@@ -345,6 +345,30 @@ def test_a_manifest_that_cannot_be_read(pair: Pair, damage: str) -> None:
     pair.far.umount()
 
 
+def test_a_directory_that_cannot_be_listed(pair: Pair) -> None:
+    """Nor is it called replicated by who noticed, nor what is above it, until its tree is back."""
+    pair.save(**{f"file-{number}": b"%d" % number for number in range(30)})
+    pair.far.mount("--remote", pair.url, *FAST)
+    top = pair.far.mountpoint / "run"
+    assert os.listdir(pair.far.mountpoint) == ["run"]
+    trees = {path: path.read_bytes() for path in objects(pair.remote, "trees")}
+    for path in trees:
+        path.unlink()
+    with pytest.raises(OSError, match="Input/output"):
+        os.listdir(top)
+    status = pair.far.status()
+    assert [each["object"] for each in status["damaged"]] == ["the tree of /run"]
+    assert status["newest_safe_set"] is None and status["safe"], "nothing of it is on this machine"
+    assert status["state"] == "sealed" and state(top) == "sealed"
+    waited = pair.far.run("wait", str(top), "--timeout", "30s")
+    assert waited.status == 1 and "scrub --remote" in waited.err, waited.said
+    for path, body in trees.items():
+        path.write_bytes(body)
+    until(lambda: damaged(pair.far) == [], "it to be looked at again")
+    assert state(pair.far.mountpoint) != "sealed" and len(os.listdir(top)) == 30
+    pair.far.umount()
+
+
 def can_be_read(path: Path) -> bool:
     try:
         return len(path.read_bytes()) > 0

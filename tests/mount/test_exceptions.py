@@ -277,6 +277,7 @@ def test_case_056_stopping(tmp_path: Path, name: str) -> None:
 NOT_TRIED = {
     "ckptfs/engine.py: self.replica.run": "holds those below",
     "ckptfs/engine.py: work": "on behalf of a client, who is told",
+    "ckptfs/engine.py: heal": "within Engine._heal",
     "ckptfs/replica/replica.py: task": "those in TASKS",
     "ckptfs/replica/replica.py: watch": "on behalf of a client, who is told",
     "ckptfs/replica/trees.py: work": "within Publisher._step",
