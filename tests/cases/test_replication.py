@@ -291,7 +291,7 @@ def test_case_048_a_shard_is_absent_or_whole(machines: Machines, publish: bool) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_case_048_a_shard_is_absent_or_whole_in_a_thousand_rounds(machines: Machines) -> None:
     """The same, a thousand shards."""
     add_shards(machines, 1000)

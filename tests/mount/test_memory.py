@@ -66,7 +66,7 @@ def grows_to(
             for block in blocks(unique, size):
                 assert file.write(block) == len(block)
         peaks = {"saved": max(peak_bytes(near.pid()), together.most_bytes)}
-        assert ckptfs.wait(near.mountpoint, "sealed", 600)
+        assert ckptfs.wait(near.mountpoint, "sealed", 1200)  # in the background: who else is busy here comes first
         peaks["sealed"] = max(peak_bytes(near.pid()), together.most_bytes)
         assert ckptfs.wait(near.mountpoint, "replicated", 1200)
         peaks["uploaded"] = max(peak_bytes(near.pid()), together.most_bytes)
