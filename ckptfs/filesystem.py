@@ -97,12 +97,7 @@ class FileSystem:
             above = self._names.parents(parent)
             return self.attributes(self._names.inode(above[0][0] if above else ROOT_INODE))
         check_name(name)
-        try:
-            return self.attributes(self._names.child(parent, name))
-        except NameMissing:
-            if parent == ROOT_INODE:
-                self._demand_known()
-            raise
+        return self.attributes(self._names.child(parent, name))
 
     async def getattr(self, ino: Inode) -> Attributes:
         return self.attributes(self._names.inode(ino))
@@ -116,17 +111,12 @@ class FileSystem:
         if row.nlink == 0:  # as Linux: a removed directory is not an empty one
             raise NameMissing(f"directory {directory} was removed")
         entries = self._names.entries(directory)
-        if not entries and directory == ROOT_INODE:
-            self._demand_known()
+        if not entries and directory == ROOT_INODE and self._tree is not None:
+            unknown = self._tree.unknown()
+            if unknown is not None:  # empty would read as: nothing was ever saved, start from the beginning
+                raise ContentUnavailable(f"what is on the remote is not known: {unknown}")
         self._accessed(row)
         return entries
-
-    def _demand_known(self) -> None:
-        """Raises ContentUnavailable when the root is empty because nobody could tell what the remote holds: that would
-        read as if nothing had ever been saved, and a program would start from the beginning."""
-        unknown = self._tree.unknown() if self._tree is not None else None
-        if unknown is not None and self._names.is_empty(ROOT_INODE):
-            raise ContentUnavailable(f"what is on the remote is not known: {unknown}")
 
     def check_named(self, ino: Inode) -> None:
         """Raises Stale when another writer removed or replaced *ino*, whose path the kernel has not looked up since.

@@ -18,7 +18,6 @@ from uuid import UUID
 from ckptfs.encoding.keys import HEADS
 from ckptfs.errors import ObjectExists, ObjectMissing, RemoteError, RemoteUnusable
 from ckptfs.remote.base import Buffer, Listing, ObjectStore
-from ckptfs.remote.offline import OfflineStore
 from ckptfs.replica.admission import recognise
 
 _PUTTING_S = 2.0
@@ -46,11 +45,6 @@ class BoundStore:
     @property
     def url(self) -> str:
         return self._store.url
-
-    @property
-    def is_offline(self) -> bool:
-        """Whether it is not to be asked at all."""
-        return isinstance(self._store, OfflineStore)
 
     @property
     def description(self) -> str:

@@ -204,13 +204,9 @@ class Replica:
             await self.merger.whole()
 
     def unknown(self) -> str | None:
-        """Why nothing is known of what the remote holds; None when something is, or nobody failed to find out.
-
-        Offline nobody expects to see what is there.
-        """
+        """Why nothing is known of what the remote holds; None when something is, or nobody failed to find out."""
         error = self.follower.last_error
-        asked = error is not None and not self._remote.is_offline
-        return error if asked and self.follower.knows_nothing else None
+        return error if error is not None and self.follower.knows_nothing else None
 
     # Waiting and telling
 
