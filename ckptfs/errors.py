@@ -95,7 +95,6 @@ class TooManyLinks(FileSystemError):
 class ContentUnavailable(FileSystemError):
     """The bytes exist but cannot be had now: the remote is down or damaged, or a flush of the image failed."""
 
-
     @property
     def is_damage(self) -> bool:
         """Whether the remote answers, and has not what it should: that says nothing of other bytes."""

@@ -79,16 +79,16 @@ class ImageScrub:
         except FormatError as error:
             self._tell_unreadable(file, f"the chunk list of the file does not decode: {error}")
             return
-        chunks = [each for each in self._expected(file, file.image, content) if self._pace.chooses()]
+        chunks = [each for each in self._expected(file.image, content) if self._pace.chooses()]
         self._report.files += bool(chunks)
         bad = await self._hash(file, file.image, chunks)
         if bad:
             await self._damaged(file, file.image, content, bad)
 
-    def _expected(self, file: StockFile, image: ImageId, content: Content) -> list[Placed]:
+    def _expected(self, image: ImageId, content: Content) -> list[Placed]:
         chunks = zip(content.chunks, content.offsets(), strict=True)
         every = [Placed(chunk.id, at, chunk.length) for chunk, at in chunks]
-        return every if file.whole else self._here(image, every)
+        return self._here(image, every)
 
     def _here(self, image: ImageId, chunks: Sequence[Placed]) -> list[Placed]:
         """Those of *chunks* that the image should have, now: it may have given up others."""
